@@ -1,0 +1,6 @@
+"""Patching existing models: recognise what each norm computes, swap its class, undo exactly."""
+
+from fastnorm.patching.patcher import patch, unpatch
+from fastnorm.patching.report import Patched, Report, Skipped
+
+__all__ = ["Patched", "Report", "Skipped", "patch", "unpatch"]

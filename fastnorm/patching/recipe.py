@@ -1,0 +1,89 @@
+"""How a layer's attributes feed `functional.norm`: what recognition finds and the swap uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastnorm import functional, reference
+from fastnorm.semantics import SEMANTICS
+
+PROBED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the fingerprint compares. transformers' classes compute fp64 input in fp32: theirs to do."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where a class keeps what a norm needs; everything is read from the module at each call.
+
+    Args:
+        semantics: a key of `fastnorm.semantics.SEMANTICS`.
+        weight: attribute with the weight, or None: the kind without one.
+        bias: attribute with the bias, or None.
+        eps: attribute with eps, or None: the class writes `fixed_eps` into its forward.
+        fixed_eps: eps where no attribute holds it.
+        shape: attribute with the normalised shape, or None: the last dimension of the input.
+        parameter: the name of the forward's one parameter, for callers that pass it by keyword.
+        exact: the class is torch's own LayerNorm or RMSNorm, or does not override their forward.
+        own_autocast: under autocast the class gives another dtype than this kind: it keeps its
+            own forward there.
+    """
+
+    semantics: str
+    weight: str | None = None
+    bias: str | None = None
+    eps: str | None = "eps"
+    fixed_eps: float | None = None
+    shape: str | None = None
+    parameter: str = "input"
+    exact: bool = False
+    own_autocast: bool = False
+
+    def evaluate(self, module: nn.Module, input: Tensor) -> Tensor:
+        """The norm of `module` for `input`, by fastnorm."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
+        eps = self.fixed_eps if self.eps is None else getattr(module, self.eps)
+        shape = tuple(input.shape[-1:] if self.shape is None else getattr(module, self.shape))
+        if weight is not None and weight.dim() > len(shape):
+            # One weight row per head (Cohere): kernels take one row for all.
+            return reference.norm(input, shape, weight, bias, eps, SEMANTICS[self.semantics])
+        return functional.norm(input, shape, weight, bias, eps, semantics=self.semantics)
+
+    def defers(self, module: nn.Module, input: Tensor) -> bool:
+        """Whether this call is outside what recognition compared and stays with the original."""
+        if self.exact:
+            return False
+        if self.own_autocast and torch.is_autocast_enabled(input.device.type):
+            return True
+        weight = None if self.weight is None else getattr(module, self.weight)
+        dtypes = (input.dtype,) if weight is None else (input.dtype, weight.dtype)
+        return any(dtype not in PROBED_DTYPES for dtype in dtypes)
+
+
+def build_forward(
+    original: type[nn.Module], recipe: Recipe
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The forward of a patched class.
+
+    Args:
+        original: the class whose forward it stands for, and which it calls where it defers.
+        recipe: what to compute.
+
+    Returns:
+        A function of the module and the input, whose second parameter has the original's name.
+    """
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        if recipe.defers(self, input):
+            return original.forward(self, input)
+        return recipe.evaluate(self, input)
+
+    if recipe.parameter != "input":
+        # The bytecode refers to locals by position, so only the keyword callers may use changes.
+        names = ("self", recipe.parameter, *forward.__code__.co_varnames[2:])
+        forward.__code__ = forward.__code__.replace(co_varnames=names)
+    return forward

@@ -1,0 +1,79 @@
+"""Giving one module another class, and its own back: the only thing that patching changes."""
+
+from __future__ import annotations
+
+import copyreg
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fastnorm.patching.recipe import Recipe, build_forward
+
+
+class FastNormMixin:
+    """Marks the classes made by `fast_class`; a patched module holds no state of fastnorm's."""
+
+    _fastnorm_original: ClassVar[type[nn.Module]]
+    _fastnorm_recipe: ClassVar[Recipe]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle by naming the original class, as made classes cannot be imported."""
+        function, args, *rest = super().__reduce_ex__(max(int(protocol), 2))
+        if function is not copyreg.__newobj__:
+            return (function, args, *rest)
+        return (_rebuild, (self._fastnorm_original, self._fastnorm_recipe), *rest)
+
+
+@cache
+def fast_class(original: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
+    """The subclass of `original` whose forward follows `recipe`; the same one for the same pair.
+
+    The name keeps the original's as its ending, since libraries choose a layer's initialisation
+    by "LayerNorm" or "RMSNorm" in it.
+    """
+    namespace = {
+        "forward": build_forward(original, recipe),
+        "__module__": original.__module__,
+        "__qualname__": f"Fast{original.__qualname__}",
+        "__doc__": original.__doc__,
+        "_fastnorm_original": original,
+        "_fastnorm_recipe": recipe,
+    }
+    return type(original)(f"Fast{original.__name__}", (FastNormMixin, original), namespace)
+
+
+def _rebuild(original: type[nn.Module], recipe: Recipe) -> nn.Module:
+    made = fast_class(original, recipe)
+    return made.__new__(made)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module has a class made here, be it under a parametrization."""
+    return isinstance(module, FastNormMixin)
+
+
+def swap(module: nn.Module, recipe: Recipe) -> None:
+    """Make `module` compute by `recipe`. Parameters, hooks, buffers and attributes stay as is."""
+    module.__class__ = fast_class(type(module), recipe)
+
+
+def restore(module: nn.Module, name: str) -> None:
+    """Give a patched module its own class again; nothing happens to a module that has it.
+
+    Raises:
+        RuntimeError: its class was changed once more after patching.
+    """
+    check_restorable(module, name)
+    if is_patched(module):
+        module.__class__ = type(module)._fastnorm_original
+
+
+def check_restorable(module: nn.Module, name: str) -> None:
+    """Raise RuntimeError where something else changed a patched module's class afterwards."""
+    if is_patched(module) and "_fastnorm_original" not in vars(type(module)):
+        raise RuntimeError(
+            f"layer {name or '(root)'!r} became a {type(module).__name__} after it was patched; "
+            "undo that first (for a parametrization: "
+            "torch.nn.utils.parametrize.remove_parametrizations), then unpatch"
+        )
