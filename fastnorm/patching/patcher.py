@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fastnorm.patching.recipe import Recipe
-from fastnorm.patching.recognition import Refusal, recognise
+from fastnorm.patching.recipe import Recipe, Refusal
+from fastnorm.patching.recognition import recognise
 from fastnorm.patching.report import Patched, Report, Skipped
 from fastnorm.patching.selection import Selection, Selectors
 from fastnorm.patching.swap import check_restorable, is_patched, restore, swap

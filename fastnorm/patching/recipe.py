@@ -42,14 +42,21 @@ class Recipe:
     exact: bool = False
     own_autocast: bool = False
 
-    def evaluate(self, module: nn.Module, input: Tensor) -> Tensor:
-        """The norm of `module` for `input`, by fastnorm."""
+    def arguments(
+        self, module: nn.Module, input: Tensor
+    ) -> tuple[tuple[int, ...], Tensor | None, Tensor | None, float]:
+        """Normalised shape, weight, bias and eps of `module` as they are now."""
         weight = None if self.weight is None else getattr(module, self.weight)
         bias = None if self.bias is None else getattr(module, self.bias)
         eps = self.fixed_eps if self.eps is None else getattr(module, self.eps)
-        shape = tuple(input.shape[-1:] if self.shape is None else getattr(module, self.shape))
+        shape = input.shape[-1:] if self.shape is None else getattr(module, self.shape)
+        return tuple(shape), weight, bias, eps
+
+    def evaluate(self, module: nn.Module, input: Tensor) -> Tensor:
+        """The norm of `module` for `input`, by fastnorm."""
+        shape, weight, bias, eps = self.arguments(module, input)
         if weight is not None and weight.dim() > len(shape):
-            # One weight row per head (Cohere): kernels take one row for all.
+            # One weight row per head (Cohere); kernels take one row for all.
             return reference.norm(input, shape, weight, bias, eps, SEMANTICS[self.semantics])
         return functional.norm(input, shape, weight, bias, eps, semantics=self.semantics)
 
@@ -62,6 +69,19 @@ class Recipe:
         weight = None if self.weight is None else getattr(module, self.weight)
         dtypes = (input.dtype,) if weight is None else (input.dtype, weight.dtype)
         return any(dtype not in PROBED_DTYPES for dtype in dtypes)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a norm-like layer is left alone.
+
+    Args:
+        reason: for the report.
+        unknown: a norm that fastnorm does not know: `strict=True` raises on it.
+    """
+
+    reason: str
+    unknown: bool = False
 
 
 def build_forward(
@@ -83,7 +103,7 @@ def build_forward(
         return recipe.evaluate(self, input)
 
     if recipe.parameter != "input":
-        # The bytecode refers to locals by position, so only the keyword callers may use changes.
+        # Bytecode refers to locals by position, so this changes the keyword callers may use, only.
         names = ("self", recipe.parameter, *forward.__code__.co_varnames[2:])
         forward.__code__ = forward.__code__.replace(co_varnames=names)
     return forward

@@ -1,4 +1,4 @@
-"""What a call of `patch` did: which layers run on fastnorm, which do not and why, and the way back."""
+"""What a call of `patch` did: what runs on fastnorm, what does not and why, and the way back."""
 
 from __future__ import annotations
 

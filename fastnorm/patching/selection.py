@@ -61,8 +61,8 @@ def _as_list(argument: str, selectors: Selector | Iterable[Selector]) -> list[Se
     for selector in listed:
         if not (isinstance(selector, str) or callable(selector)):
             raise TypeError(
-                f"{argument} takes name patterns, module types and functions (name, module) -> bool, "
-                f"one or a list of them; got {selector!r}"
+                f"{argument} takes name patterns, module types and functions (name, module) -> "
+                f"bool, one or a list of them; got {selector!r}"
             )
     return listed
 

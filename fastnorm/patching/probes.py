@@ -1,0 +1,148 @@
+"""What the fingerprint shows to a layer, and the conditions under which it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+DTYPE_PAIRS = (
+    (FLOAT, FLOAT),
+    (BFLOAT, BFLOAT),
+    (BFLOAT, FLOAT),
+    (FLOAT, BFLOAT),
+    (HALF, HALF),
+    (HALF, FLOAT),
+)
+"""(input, parameters). The mixed pairs tell Llama's kind from torch's and find hidden casts."""
+
+PROBE_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a forward may raise about an input that does not suit it."""
+
+_FP32_UNDER_AUTOCAST = {F.layer_norm, torch.layer_norm, torch.native_layer_norm}
+if torch.__version__ >= "2.12":
+    _FP32_UNDER_AUTOCAST |= {F.rms_norm, torch.rms_norm}
+
+
+def probe_input(
+    leading: int, trailing: tuple[int, ...], eps: float, generator: torch.Generator
+) -> Tensor:
+    """Rows of very different kinds in one fp32 tensor.
+
+    Rows cycle through: ordinary with an offset, as small as the root of eps (so that eps
+    matters), large, zero, constant. A layer that mixes rows gives itself away as well.
+
+    Args:
+        leading: number of dimensions before the normalised ones, at least 1.
+        trailing: the normalised dimensions, and the heads before them if the weight has any.
+        eps: the eps that should matter.
+        generator: source of the numbers.
+
+    Returns:
+        `[..., *trailing]`; no leading dimension equals the last one, so a layer that normalises
+        another dimension finds the wrong size there.
+    """
+    features = math.prod(trailing)
+    rows = max(7, math.ceil(512 / features))
+    sizes = [rows + (rows == trailing[-1])] + [3 if trailing[-1] == 2 else 2] * (leading - 1)
+    x = torch.randn(*sizes, *trailing, generator=generator)
+    kind = torch.arange(x.numel() // features).reshape(*sizes) % 5
+    kind = kind.reshape(*sizes, *[1] * len(trailing))
+    x = torch.where(kind == 0, x * 2 + 0.5, x)
+    x = torch.where(kind == 1, x * max(eps, 1e-12) ** 0.5, x)
+    x = torch.where(kind == 2, x * 200, x)
+    x = torch.where(kind == 3, torch.zeros(()), x)
+    return torch.where(kind == 4, torch.full((), 1.7), x)
+
+
+@contextmanager
+def quiet() -> Iterator[torch.Generator]:
+    """Run probes without leaving a trace: random state, grad mode and autocast as they were."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        _cuda_autocast_flag(False),
+    ):
+        yield torch.Generator(device="cpu").manual_seed(0)
+
+
+@contextmanager
+def _cuda_autocast_flag(enabled: bool) -> Iterator[None]:
+    """What `torch.is_autocast_enabled()` answers; torch.autocast("cuda") needs a GPU to set it."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+class AsCudaAutocast(TorchFunctionMode):
+    """What CUDA autocast does to norms, on CPU tensors: torch's own two compute in fp32.
+
+    CPU autocast lists neither, so a CPU cannot show what a layer will do on a GPU otherwise.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FP32_UNDER_AUTOCAST and torch.is_autocast_enabled("cpu"):
+            args = tuple(_to_fp32(arg) for arg in args)
+            kwargs = {name: _to_fp32(arg) for name, arg in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _to_fp32(arg: Any) -> Any:
+    return arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg
+
+
+@contextmanager
+def as_cuda_autocast() -> Iterator[None]:
+    """bf16 autocast as a layer on a GPU would see it, for layers that ask and those that do not."""
+    with _cuda_autocast_flag(True), torch.autocast("cpu", dtype=BFLOAT), AsCudaAutocast():
+        yield
+
+
+class ReadsValues(TorchDispatchMode):
+    """Notices when a tensor's value reaches Python: control flow that depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen |= func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and values, NaN where the other has NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
