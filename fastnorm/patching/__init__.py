@@ -3,5 +3,16 @@
 from fastnorm.patching.patcher import patch, unpatch
 from fastnorm.patching.recognition import register
 from fastnorm.patching.report import Patched, Report, Skipped
+from fastnorm.patching.verification import Difference, Verification, verify
 
-__all__ = ["Patched", "Report", "Skipped", "patch", "register", "unpatch"]
+__all__ = [
+    "Difference",
+    "Patched",
+    "Report",
+    "Skipped",
+    "Verification",
+    "patch",
+    "register",
+    "unpatch",
+    "verify",
+]

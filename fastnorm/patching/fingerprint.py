@@ -8,7 +8,7 @@ about the layer is doubtful. See: docs/patching.md.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -171,7 +171,7 @@ def _eps_attributes(module: nn.Module) -> dict[str, float]:
 
 
 def _hypotheses(
-    stand_in: StandIn, epses: list[tuple[str | None, float | None]]
+    stand_in: StandIn, epses: Sequence[tuple[str | None, float | None]]
 ) -> Iterator[Recipe]:
     """Every way in which the module's attributes could feed a norm, likely ones first."""
     module = stand_in.module
@@ -244,7 +244,7 @@ def _fits_autocast(recipe: Recipe, stand_in: StandIn, x: Tensor) -> bool:
     """
     stand_in.use_dtype(FLOAT)
     module = stand_in.module
-    torchs = {"layer": F.layer_norm, "rms": _rms_norm}.get(recipe.semantics)
+    torchs = _TORCHS.get(recipe.semantics)
     for dtype in (FLOAT, torch.bfloat16):
         probe = x.to(dtype)
         try:
@@ -267,11 +267,15 @@ def _rms_norm(
     return F.rms_norm(x, shape, weight, eps)
 
 
+_TORCHS: dict[str, Callable[..., Tensor]] = {"layer": F.layer_norm, "rms": _rms_norm}
+
+
 def _nearest(stand_in: StandIn, first: _Seen) -> str:
     """The refusal's wording: the kind that comes closest in fp32, and by how much it misses."""
     assert first.output is not None
     stand_in.use_dtype(FLOAT)
-    epses = [(name, None) for name in _eps_attributes(stand_in.module)] or [(None, 1e-6)]
+    epses: list[tuple[str | None, float | None]] = [(None, 1e-6)]
+    epses = [(name, None) for name in _eps_attributes(stand_in.module)] or epses
     misses: list[tuple[float, str]] = []
     for recipe in _hypotheses(stand_in, epses):
         try:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastnorm import functional, reference
 from fastnorm.semantics import SEMANTICS
+
+Arguments = tuple[tuple[int, ...], Tensor | None, Tensor | None, float]
+"""Normalised shape, weight, bias, eps. (torch's RMSNorm alone may have None for eps.)"""
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the fingerprint compares. transformers' classes compute fp64 input in fp32: theirs to do."""
@@ -42,33 +47,23 @@ class Recipe:
     exact: bool = False
     own_autocast: bool = False
 
-    def arguments(
-        self, module: nn.Module, input: Tensor
-    ) -> tuple[tuple[int, ...], Tensor | None, Tensor | None, float]:
+    def arguments(self, module: nn.Module, input: Tensor) -> Arguments:
         """Normalised shape, weight, bias and eps of `module` as they are now."""
         weight = None if self.weight is None else getattr(module, self.weight)
         bias = None if self.bias is None else getattr(module, self.bias)
-        eps = self.fixed_eps if self.eps is None else getattr(module, self.eps)
+        eps: Any = self.fixed_eps if self.eps is None else getattr(module, self.eps)
         shape = input.shape[-1:] if self.shape is None else getattr(module, self.shape)
         return tuple(shape), weight, bias, eps
 
-    def evaluate(self, module: nn.Module, input: Tensor) -> Tensor:
-        """The norm of `module` for `input`, by fastnorm."""
-        shape, weight, bias, eps = self.arguments(module, input)
-        if weight is not None and weight.dim() > len(shape):
-            # One weight row per head (Cohere); kernels take one row for all.
-            return reference.norm(input, shape, weight, bias, eps, SEMANTICS[self.semantics])
-        return functional.norm(input, shape, weight, bias, eps, semantics=self.semantics)
-
-    def defers(self, module: nn.Module, input: Tensor) -> bool:
+    def defers(self, input: Tensor, weight: Tensor | None) -> bool:
         """Whether this call is outside what recognition compared and stays with the original."""
         if self.exact:
             return False
         if self.own_autocast and torch.is_autocast_enabled(input.device.type):
             return True
-        weight = None if self.weight is None else getattr(module, self.weight)
-        dtypes = (input.dtype,) if weight is None else (input.dtype, weight.dtype)
-        return any(dtype not in PROBED_DTYPES for dtype in dtypes)
+        if weight is not None and weight.dtype not in PROBED_DTYPES:
+            return True
+        return input.dtype not in PROBED_DTYPES
 
 
 @dataclass(frozen=True)
@@ -98,12 +93,25 @@ def build_forward(
     """
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
-        if recipe.defers(self, input):
+        shape, weight, bias, eps = recipe.arguments(self, input)
+        if recipe.defers(input, weight):
             return original.forward(self, input)
-        return recipe.evaluate(self, input)
+        if weight is not None and weight.dim() > len(shape):
+            # One weight row per head (Cohere); kernels take one row for all.
+            kind = SEMANTICS[recipe.semantics]
+            return reference.norm(input, shape, weight, bias, eps, kind)
+        return functional.norm(input, shape, weight, bias, eps, semantics=recipe.semantics)
 
-    if recipe.parameter != "input":
-        # Bytecode refers to locals by position, so this changes the keyword callers may use, only.
-        names = ("self", recipe.parameter, *forward.__code__.co_varnames[2:])
-        forward.__code__ = forward.__code__.replace(co_varnames=names)
+    rename_parameter(forward, recipe.parameter)
     return forward
+
+
+def rename_parameter(forward: Callable[..., Tensor], name: str) -> None:
+    """Let callers pass the second parameter of `forward` as `name`, and as nothing else.
+
+    Bytecode refers to locals by their position, so the function computes what it did.
+    """
+    function = cast(FunctionType, forward)
+    code = function.__code__
+    names = (code.co_varnames[0], name, *code.co_varnames[2:])
+    function.__code__ = code.replace(co_varnames=names)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copyreg
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -19,23 +18,28 @@ class FastNormMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by naming the original class, as made classes cannot be imported."""
-        function, args, *rest = super().__reduce_ex__(max(int(protocol), 2))
-        if function is not copyreg.__newobj__:
-            return (function, args, *rest)
-        return (_rebuild, (self._fastnorm_original, self._fastnorm_recipe), *rest)
+        # Recognition refuses classes with a pickling of their own, so this is object's: a
+        # constructor, its arguments, and the state that matters.
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(max(int(protocol), 2)))
+        return (_rebuild, (self._fastnorm_original, self._fastnorm_recipe), *state)
 
 
-@cache
 def fast_class(original: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
     """The subclass of `original` whose forward follows `recipe`; the same one for the same pair.
 
     The name keeps the original's as its ending, since libraries choose a layer's initialisation
     by "LayerNorm" or "RMSNorm" in it.
     """
+    # mypy takes a class for unhashable when its instances define __hash__.
+    return cast(type[nn.Module], _made(cast(Any, original), recipe))
+
+
+@cache
+def _made(original: Any, recipe: Recipe) -> type:
     namespace = {
         "forward": build_forward(original, recipe),
         "__module__": original.__module__,
-        "__qualname__": f"Fast{original.__qualname__}",
+        "__qualname__": f"Fast{original.__name__}",
         "__doc__": original.__doc__,
         "_fastnorm_original": original,
         "_fastnorm_recipe": recipe,
@@ -53,6 +57,11 @@ def is_patched(module: nn.Module) -> bool:
     return isinstance(module, FastNormMixin)
 
 
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class a patched module had before."""
+    return cast(type[nn.Module], vars(type(module))["_fastnorm_original"])
+
+
 def swap(module: nn.Module, recipe: Recipe) -> None:
     """Make `module` compute by `recipe`. Parameters, hooks, buffers and attributes stay as is."""
     module.__class__ = fast_class(type(module), recipe)
@@ -66,7 +75,7 @@ def restore(module: nn.Module, name: str) -> None:
     """
     check_restorable(module, name)
     if is_patched(module):
-        module.__class__ = type(module)._fastnorm_original
+        module.__class__ = original_class(module)
 
 
 def check_restorable(module: nn.Module, name: str) -> None:
