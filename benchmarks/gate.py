@@ -154,15 +154,15 @@ def formulas(inputs: Inputs, rows: slice) -> dict[str, Tensor]:
 def poison_free_memory(inputs: Inputs) -> None:
     """Leave NaN in the memory the next allocations will get, so unwritten outputs show.
 
-    The caching allocator hands freed blocks out again uncleared; every byte 0xFF is NaN in bf16,
-    fp16 and fp32. Nothing to do on a CPU, whose allocator gives memory back.
+    The caching allocator hands freed blocks out again uncleared, torch's right answers among them;
+    every byte 0xFF is NaN in bf16, fp16 and fp32. Nothing to do on a CPU, whose allocator gives
+    memory back.
     """
     if inputs.x.device.type != "cuda":
         return
     torch.cuda.empty_cache()
-    large = inputs.x.numel() * inputs.x.element_size()
-    small = inputs.weight.numel() * inputs.weight.element_size()
-    # Two large outputs at most (y, dx); row statistics and column partials are the rest.
-    sizes = [large] * 3 + [max(small, 512)] * 8 + [inputs.x.shape[0] * 4] * 4 + [1 << 20] * 8
+    # y and dx get blocks of their own size. Two of 1 MiB fill a segment that blocks up to 1 MiB
+    # (parameters, statistics) are cut from; up to 10 MiB (partials) are cut from larger free ones.
+    sizes = [inputs.x.nbytes] * 3 + [20 << 20] * 4 + [1 << 20] * 16
     blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in sizes]
     del blocks

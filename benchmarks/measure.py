@@ -90,9 +90,7 @@ def measure(
             return Outcome(case, provider.name, None, "0", verdict.reason)
         return Outcome(case, provider.name, clock(case, call), "1")
     except raised_by(provider) as error:
-        outcome = Outcome(
-            case, provider.name, None, f"error:{type(error).__name__}", _first_line(error)
-        )
+        outcome = Outcome(case, provider.name, None, f"error:{type(error).__name__}", _brief(error))
     if inputs.x.is_cuda:
         # Raises again if the error has broken the CUDA context: no later time could be trusted.
         torch.cuda.synchronize()
@@ -114,9 +112,8 @@ def gpu_clock(milliseconds: int) -> Callable[[Case, Call], float]:
     return clock
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else ""
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def precompile(

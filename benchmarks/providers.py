@@ -22,7 +22,7 @@ from benchmarks.provider import Call, Outputs, Provider, package_version
 aten = torch.ops.aten
 
 # What an import can raise where a package is there but not usable (no GPU, other CUDA, old torch).
-LOAD_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+LOAD_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
