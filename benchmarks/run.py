@@ -35,7 +35,8 @@ from benchmarks.shapes import (
 from benchmarks.timing import copy_bandwidth
 
 app = typer.Typer(add_completion=False)
-console = Console()
+# Piped into a file, rich takes 80 columns, too few for the table.
+console = Console(width=None if sys.stdout.isatty() else 140)
 
 QUICK_PROVIDERS = ("torch", OURS)
 QUICK_SECONDS = 50.0
@@ -167,8 +168,6 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> None:
             results = _measure(plan, loaded.providers, bandwidth, deadline, writer, progress)
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     console.print(summary_table(compare(results.measurements), title))
-    for line in results.reasons:
-        console.print(line, style="yellow", markup=False)
     if results.left:
         console.print(f"time limit reached: {results.left} measurements were not made")
     _write_about(writer.path, bandwidth, loaded.providers, plan, results)
@@ -223,6 +222,7 @@ def _measure(
         results.left -= 1
         if o.correct != "1":
             results.reasons.append(f"{o.provider}, {c}: {o.correct}: {o.reason}")
+            console.print(results.reasons[-1], style="yellow", markup=False)
         progress.update(task, advance=1, description=f"{o.provider} {c}")
     return results
 

@@ -1,10 +1,13 @@
 """CSV, comparison, plots and the command line, from invented measurements."""
 
+import json
+
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import plot, run
+from benchmarks import measure, plot, run
+from benchmarks.inputs import make_inputs
 from benchmarks.results import COLUMNS, CsvWriter, Measurement, compare, read_csv, summary_table
 from benchmarks.timing import host_time
 
@@ -117,6 +120,30 @@ def test_command_line_says_what_is_wrong_and_fails(arguments, message, monkeypat
     result = CliRunner().invoke(run.app, arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(measure, "gpu_clock", lambda milliseconds: lambda case, call: 0.5)
+    monkeypatch.setattr(measure, "make_inputs", lambda case, device: make_inputs(case, "cpu"))
+    csv = tmp_path / "run.csv"
+    arguments = ["--providers", "torch", "--norms", "layer", "--dtypes", "fp32", "--jobs", "0"]
+    result = CliRunner().invoke(run.app, [*arguments, "--shapes", "100x1000", "--out", str(csv)])
+    assert result.exit_code == 0, result.output
+    forward, backward, host = read_csv(csv)
+    # 2 x 100 x 1000 x 4 bytes at 4 TB/s take 0.2 us; backward moves half as much again.
+    assert (forward.op, forward.copy_pct, backward.copy_pct) == ("fwd", 40.0, 60.0)
+    assert (host.op, host.M, host.N, host.copy_pct, host.correct) == ("host", 64, 256, None, "1")
+    about = json.loads(csv.with_suffix(".json").read_text())
+    assert about["copy_bandwidth_gb_per_s"] == 4000.0 and "torch" in about["providers"]
+    assert "layer bwd fp32 100 x 1000" in result.output
+
+
+def test_default_file_is_named_by_gpu_and_date(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    assert run._default_out().name.startswith("a100-sxm4-80gb-20")
 
 
 def test_host_time_is_the_mean_of_many_calls_and_waits_once_a_repeat():
