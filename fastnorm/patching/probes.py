@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
+ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": FLOAT}
+"""Named at every construction: the caller's default device and dtype may be others."""
+
+_KINDS = 7
 DTYPE_PAIRS = (
     (FLOAT, FLOAT),
     (BFLOAT, BFLOAT),
@@ -47,7 +52,8 @@ def probe_input(
     """Rows of very different kinds in one fp32 tensor.
 
     Rows cycle through: ordinary with an offset, as small as the root of eps (so that eps
-    matters), large, zero, constant. A layer that mixes rows gives itself away as well.
+    matters), large, zero, constant, huge, and one with an infinity. A layer that mixes rows gives
+    itself away as well.
 
     Args:
         leading: number of dimensions before the normalised ones, at least 1.
@@ -60,28 +66,37 @@ def probe_input(
         another dimension finds the wrong size there.
     """
     features = math.prod(trailing)
-    rows = max(7, math.ceil(512 / features))
+    rows = max(_KINDS, math.ceil(512 / features))
     sizes = [rows + (rows == trailing[-1])] + [3 if trailing[-1] == 2 else 2] * (leading - 1)
-    x = torch.randn(*sizes, *trailing, generator=generator)
-    kind = torch.arange(x.numel() // features).reshape(*sizes) % 5
-    kind = kind.reshape(*sizes, *[1] * len(trailing))
-    x = torch.where(kind == 0, x * 2 + 0.5, x)
-    x = torch.where(kind == 1, x * max(eps, 1e-12) ** 0.5, x)
-    x = torch.where(kind == 2, x * 200, x)
-    x = torch.where(kind == 3, torch.zeros(()), x)
-    return torch.where(kind == 4, torch.full((), 1.7), x)
+    x = torch.randn(math.prod(sizes), features, generator=generator, **ON_CPU)
+    x[0::_KINDS] = x[0::_KINDS] * 2 + 0.5
+    x[1::_KINDS] *= max(eps, 1e-12) ** 0.5
+    x[2::_KINDS] *= 200
+    x[3::_KINDS] = 0
+    x[4::_KINDS] = 1.7
+    x[5::_KINDS] *= 1e4
+    x[6::_KINDS, 0] = math.inf
+    return x.reshape(*sizes, *trailing)
 
 
 @contextmanager
 def quiet() -> Iterator[torch.Generator]:
-    """Run probes without leaving a trace: random state, grad mode and autocast as they were."""
+    """Run probes without leaving a trace or being seen.
+
+    Random state, grad mode and autocast are as before afterwards; the caller's dispatch modes
+    (fake tensors, counters) see nothing; a compiled forward runs as written.
+    """
     with (
+        _disable_current_modes(),
+        torch.compiler.set_stance("force_eager"),
+        warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
         _cuda_autocast_flag(False),
     ):
+        warnings.simplefilter("ignore")
         yield torch.Generator(device="cpu").manual_seed(0)
 
 
@@ -110,7 +125,9 @@ class AsCudaAutocast(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FP32_UNDER_AUTOCAST and torch.is_autocast_enabled("cpu"):
+        # A layer may switch off either its device's autocast, here the CPU's, or CUDA's.
+        active = torch.is_autocast_enabled("cpu") and torch.is_autocast_enabled("cuda")
+        if func in _FP32_UNDER_AUTOCAST and active:
             args = tuple(_to_fp32(arg) for arg in args)
             kwargs = {name: _to_fp32(arg) for name, arg in kwargs.items()}
         return func(*args, **kwargs)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from fastnorm import functional, reference
-from fastnorm.semantics import SEMANTICS
-
-Arguments = tuple[tuple[int, ...], Tensor | None, Tensor | None, float]
-"""Normalised shape, weight, bias, eps. (torch's RMSNorm alone may have None for eps.)"""
+from fastnorm import functional
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the fingerprint compares. transformers' classes compute fp64 input in fp32: theirs to do."""
@@ -33,8 +30,9 @@ class Recipe:
         shape: attribute with the normalised shape, or None: the last dimension of the input.
         parameter: the name of the forward's one parameter, for callers that pass it by keyword.
         exact: the class is torch's own LayerNorm or RMSNorm, or does not override their forward.
-        own_autocast: under autocast the class gives another dtype than this kind: it keeps its
-            own forward there.
+        under_autocast: the kind it is under autocast: "same", another key of `SEMANTICS` (a class
+            may cast torch's fp32 result back), or "original": its own forward runs there.
+        channels_first: the features are dimension 1 of the input, not the last.
     """
 
     semantics: str
@@ -45,25 +43,36 @@ class Recipe:
     shape: str | None = None
     parameter: str = "input"
     exact: bool = False
-    own_autocast: bool = False
+    under_autocast: str = "same"
+    channels_first: bool = False
 
-    def arguments(self, module: nn.Module, input: Tensor) -> Arguments:
-        """Normalised shape, weight, bias and eps of `module` as they are now."""
+    def run(self, module: nn.Module, input: Tensor, norm: Callable[..., Tensor]) -> Tensor:
+        """`norm(x, shape, weight, bias, eps)` of the input by the module's attributes now."""
+        x = input.movedim(1, -1) if self.channels_first else input
         weight = None if self.weight is None else getattr(module, self.weight)
         bias = None if self.bias is None else getattr(module, self.bias)
-        eps: Any = self.fixed_eps if self.eps is None else getattr(module, self.eps)
-        shape = input.shape[-1:] if self.shape is None else getattr(module, self.shape)
-        return tuple(shape), weight, bias, eps
+        eps = self.fixed_eps if self.eps is None else getattr(module, self.eps)
+        if eps is None:
+            # torch's RMSNorm: the machine epsilon of the dtype that the statistics have.
+            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        shape = x.shape[-1:] if self.shape is None else getattr(module, self.shape)
+        y = norm(x, tuple(shape), weight, bias, eps)
+        return y.movedim(-1, 1) if self.channels_first else y
 
-    def defers(self, input: Tensor, weight: Tensor | None) -> bool:
+    def kind(self, input: Tensor) -> str:
+        """The semantics for this call, or "original"."""
+        if self.under_autocast != "same" and torch.is_autocast_enabled(input.device.type):
+            return self.under_autocast
+        return self.semantics
+
+    def defers(self, module: nn.Module, input: Tensor) -> bool:
         """Whether this call is outside what recognition compared and stays with the original."""
         if self.exact:
             return False
-        if self.own_autocast and torch.is_autocast_enabled(input.device.type):
+        if self.kind(input) == "original" or input.dtype not in PROBED_DTYPES:
             return True
-        if weight is not None and weight.dtype not in PROBED_DTYPES:
-            return True
-        return input.dtype not in PROBED_DTYPES
+        weight = None if self.weight is None else getattr(module, self.weight)
+        return weight is not None and weight.dtype not in PROBED_DTYPES
 
 
 @dataclass(frozen=True)
@@ -93,14 +102,9 @@ def build_forward(
     """
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
-        shape, weight, bias, eps = recipe.arguments(self, input)
-        if recipe.defers(input, weight):
+        if recipe.defers(self, input):
             return original.forward(self, input)
-        if weight is not None and weight.dim() > len(shape):
-            # One weight row per head (Cohere); kernels take one row for all.
-            kind = SEMANTICS[recipe.semantics]
-            return reference.norm(input, shape, weight, bias, eps, kind)
-        return functional.norm(input, shape, weight, bias, eps, semantics=recipe.semantics)
+        return recipe.run(self, input, partial(functional.norm, semantics=recipe.kind(input)))
 
     rename_parameter(forward, recipe.parameter)
     return forward

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 
 from fastnorm import modules
 from fastnorm.patching import standin
-from fastnorm.patching.fingerprint import BIAS_NAMES, EPS_NAMES, WEIGHT_NAMES, fingerprint
+from fastnorm.patching.fingerprint import BIAS_NAMES, WEIGHT_NAMES, fingerprint
+from fastnorm.patching.observation import EPS_NAMES
 from fastnorm.patching.recipe import Recipe, Refusal
 from fastnorm.patching.swap import is_patched
 from fastnorm.semantics import SEMANTICS

@@ -14,6 +14,7 @@ import types
 import torch
 from torch import Tensor, nn
 
+from fastnorm.patching.probes import ON_CPU
 from fastnorm.patching.recipe import Refusal
 
 _MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -111,9 +112,28 @@ class StandIn:
             for name, tensor in names.items():
                 if tensor is not None:
                     # Far from 1 and of both signs, so that `1 + w` rounds in half precision too.
-                    self._values[name] = 3 * torch.randn(tensor.shape, generator=generator)
+                    self._values[name] = 3 * torch.randn(
+                        tensor.shape, generator=generator, **ON_CPU
+                    )
+        self._before = self._attributes()
         self._parameters = dict.fromkeys(module._parameters)
         self._buffers = dict.fromkeys(module._buffers)
+
+    def _attributes(self) -> str:
+        """Plain attributes of the module and of its classes, in a form that compares."""
+        classes = type(self.module).__mro__[: -len(nn.Module.__mro__)]
+        plain = [
+            (cls.__qualname__, name, value)
+            for cls in classes
+            for name, value in vars(cls).items()
+            if not name.startswith("__") and _is_plain(value)
+        ]
+        return repr((sorted(own_attributes(self.module).items()), plain))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parameters and buffers."""
+        return tuple(tuple(value.shape) for value in self._values.values())
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -130,9 +150,9 @@ class StandIn:
             value = self._values.get(name)
             self.module._buffers[name] = None if value is None else value.to(dtype, copy=True)
 
-    def is_unchanged(self, dtype: torch.dtype, attributes: dict[str, object]) -> bool:
-        """Whether running the module left its tensors and attributes alone."""
-        if repr(sorted(own_attributes(self.module).items())) != repr(sorted(attributes.items())):
+    def is_unchanged(self, dtype: torch.dtype) -> bool:
+        """Whether the runs so far, the last one in `dtype`, left tensors and attributes alone."""
+        if self._attributes() != self._before:
             return False
         tensors = {**self.module._parameters, **self.module._buffers}
         if set(tensors) != {*self._parameters, *self._buffers} or self.module._modules:
