@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -25,6 +24,8 @@ from benchmarks.timing import device_time, host_time
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError)
 # Nothing of these is compiled at run time.
 PRECOMPILED = ("torch", "apex", "apex-fast")
+# Seconds without any compilation ending after which a process must have died or hung.
+PATIENCE = 180.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def measure_all(
     clock: Callable[[Case, Call], float],
     device: str = "cuda",
     deadline: float = float("inf"),
+    given_up: Collection[tuple[Case, str]] = (),
 ) -> Iterator[Outcome]:
     """Measure case by case, all providers of a case one after the other on the same tensors.
 
@@ -58,6 +60,8 @@ def measure_all(
         clock: times a call, in microseconds.
         device: where the tensors are.
         deadline: `time.monotonic()` after which nothing more is started.
+        given_up: (case, provider name) pairs whose compilation did not end in time; compiling them
+            here would hold up all the rest.
     """
     native = load_torch()
     for _, group in groupby(cases, key=lambda c: (c.norm, c.dtype, c.rows, c.hidden)):
@@ -70,7 +74,12 @@ def measure_all(
             for _, provider in pairs([case], providers):
                 if time.monotonic() > deadline:
                     return
-                yield measure(case, provider, inputs, gate, clock)
+                if (case, provider.name) in given_up:
+                    yield Outcome(
+                        case, provider.name, None, "error:TimeoutError", "still compiling"
+                    )
+                else:
+                    yield measure(case, provider, inputs, gate, clock)
 
 
 def measure(
@@ -116,35 +125,40 @@ def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
+def to_compile(cases: Sequence[Case], providers: Sequence[Provider]) -> list[tuple[Case, str]]:
+    """The pairs worth compiling ahead, provider by provider: whoever is slow delays itself."""
+    names = [p for p in providers if p.name not in PRECOMPILED]
+    device_cases = [case for case in cases if case.op != "host"]
+    return [(case, p.name) for p in names for case in device_cases if p.offers(case)]
+
+
 def precompile(
-    cases: Sequence[Case],
-    names: Sequence[str],
+    tasks: Sequence[tuple[Case, str]],
     flash_attn_file: Path | None,
     jobs: int,
-) -> Iterator[str]:
+    deadline: float = float("inf"),
+) -> Iterator[tuple[Case, str]]:
     """Fill the compilers' caches on disk from several processes, so the run itself only loads.
 
     What fails here fails again, and is recorded, when it is measured.
 
+    Args:
+        tasks: from `to_compile`.
+        flash_attn_file: as `load` takes it.
+        jobs: processes.
+        deadline: `time.monotonic()` at which the rest is given up and its processes ended; so it
+            is where nothing ends for `PATIENCE` seconds.
+
     Yields:
-        A line for each (case, provider) done, or one that says why the rest was left.
+        Each task that has ended, in the order they end.
     """
-    tasks = [
-        (case, name)
-        for case in cases
-        for name in names
-        if case.op != "host" and name not in PRECOMPILED
-    ]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {
-            pool.submit(_run_once, case, name, flash_attn_file): f"{name} {case}"
-            for case, name in tasks
-        }
-        for future in as_completed(futures):
-            if isinstance(future.exception(), BrokenProcessPool):
-                yield "a compiling process died; what is left compiles as it is measured"
+    with get_context("spawn").Pool(jobs) as pool:
+        ended = pool.imap_unordered(_run_once, [(*task, flash_attn_file) for task in tasks])
+        for _ in tasks:
+            try:
+                yield ended.next(min(PATIENCE, max(0.0, deadline - time.monotonic())))
+            except multiprocessing.TimeoutError:
                 return
-            yield futures[future]
 
 
 @cache
@@ -153,13 +167,14 @@ def _provider(name: str, flash_attn_file: Path | None) -> Provider | None:
     return loaded[0] if loaded else None
 
 
-def _run_once(case: Case, name: str, flash_attn_file: Path | None) -> None:
+def _run_once(task: tuple[Case, str, Path | None]) -> tuple[Case, str]:
+    case, name, flash_attn_file = task
     provider = _provider(name, flash_attn_file)
-    if provider is None or not provider.offers(case):
-        return
-    try:
-        torch.cuda.empty_cache()
-        provider.build(case, make_inputs(case, "cuda"))()
-        torch.cuda.synchronize()
-    except raised_by(provider):
-        return
+    if provider is not None:
+        try:
+            torch.cuda.empty_cache()
+            provider.build(case, make_inputs(case, "cuda"))()
+            torch.cuda.synchronize()
+        except raised_by(provider):
+            pass
+    return case, name

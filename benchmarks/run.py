@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -158,14 +158,20 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> None:
         if plan.named_by_user:
             _fail(f"provider {name} does not load: {reason}")
         console.print(f"without {name}: {reason}", style="dim", markup=False)
-    deadline = started + plan.seconds
     with _progress() as progress:
-        if plan.jobs:
-            _precompile(plan, [p.name for p in loaded.providers], progress)
+        given_up = _precompile(plan, loaded.providers, started, progress)
         bandwidth = copy_bandwidth()
         console.print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (bytes read + written)")
         with writer:
-            results = _measure(plan, loaded.providers, bandwidth, deadline, writer, progress)
+            outcomes = measure.measure_all(
+                plan.cases,
+                loaded.providers,
+                measure.gpu_clock(plan.milliseconds),
+                deadline=started + plan.seconds,
+                given_up=given_up,
+            )
+            total = len(measure.pairs(plan.cases, loaded.providers))
+            results = _record(outcomes, total, bandwidth, writer, progress)
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     console.print(summary_table(compare(results.measurements), title))
     if results.left:
@@ -179,12 +185,20 @@ def _progress() -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
-def _precompile(plan: Plan, names: Sequence[str], progress: Progress) -> None:
-    compiled = [name for name in names if name not in measure.PRECOMPILED]
-    cases = [case for case in plan.cases if case.op != "host"]
-    task = progress.add_task("compile", total=len(cases) * len(compiled))
-    for line in measure.precompile(cases, compiled, plan.flash_attn_file, plan.jobs):
-        progress.update(task, advance=1, description=f"compile {line}")
+def _precompile(
+    plan: Plan, providers: Sequence[Provider], started: float, progress: Progress
+) -> set[tuple[Case, str]]:
+    """Compile ahead, in at most half the time there is; return what did not end."""
+    if not plan.jobs:
+        return set()
+    tasks = measure.to_compile(plan.cases, providers)
+    left = set(tasks)
+    task = progress.add_task("compile", total=len(tasks))
+    deadline = started + plan.seconds / 2
+    for case, name in measure.precompile(tasks, plan.flash_attn_file, plan.jobs, deadline):
+        left.discard((case, name))
+        progress.update(task, advance=1, description=f"compile {name} {case}")
+    return left
 
 
 @dataclass
@@ -196,20 +210,17 @@ class Results:
     left: int
 
 
-def _measure(
-    plan: Plan,
-    providers: Sequence[Provider],
+def _record(
+    outcomes: Iterable[measure.Outcome],
+    total: int,
     bandwidth: float,
-    deadline: float,
     writer: CsvWriter,
     progress: Progress,
 ) -> Results:
-    total = len(measure.pairs(plan.cases, providers))
     results = Results([], [], total)
     task = progress.add_task("measure", total=total)
-    clock = measure.gpu_clock(plan.milliseconds)
     versions = (torch.cuda.get_device_name(), torch.__version__, package_version("triton"))
-    for o in measure.measure_all(plan.cases, providers, clock, deadline=deadline):
+    for o in outcomes:
         c = o.case
         pct = None
         if o.us is not None and c.floor_bytes is not None:

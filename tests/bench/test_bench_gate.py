@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.gate import Gate, formulas, poison_free_memory
 from benchmarks.inputs import make_inputs
-from benchmarks.measure import measure_all
+from benchmarks.measure import measure_all, to_compile
 from benchmarks.provider import Provider, backward_of, forward_of
 from benchmarks.providers import backward_formula, forward_formula, load, load_torch
 from benchmarks.shapes import Case
@@ -171,3 +171,19 @@ def test_poison_reaches_the_next_allocations():
     poison_free_memory(inputs)
     assert torch.empty_like(inputs.x).isnan().all()
     assert torch.empty_like(inputs.weight).isnan().all()
+
+
+def test_what_did_not_compile_in_time_is_recorded_and_the_rest_goes_on():
+    provider = _provider(NATIVE.functions["layer"])
+    cases = [Case(op, "layer", "fp32", 5, 16) for op in ("fwd", "bwd")]
+    outcomes = measure_all(
+        cases, [provider], lambda *_: 7.0, device="cpu", given_up={(cases[0], "other")}
+    )
+    assert [(o.us, o.correct) for o in outcomes] == [(None, "error:TimeoutError"), (7.0, "1")]
+
+
+def test_compiling_ahead_goes_provider_by_provider_and_leaves_out_what_needs_none():
+    cases = [Case(op, "layer", "fp32", 5, 16) for op in ("fwd", "bwd", "host")]
+    one, two = (_provider(NATIVE.functions["layer"], name) for name in ("one", "two"))
+    expected = [(case, name) for name in ("one", "two") for case in cases[:2]]
+    assert to_compile(cases, [NATIVE, one, two]) == expected
