@@ -125,7 +125,7 @@ def build_cases(
     grid: str = "default",
     shapes: Sequence[tuple[int, int]] | None = None,
 ) -> list[Case]:
-    """List the cases in the order they are measured: shape by shape, so tensors are reused.
+    """List the cases in the order they are measured: host, then shape by shape to reuse tensors.
 
     Args:
         ops: among `OPS`; host time is taken at `HOST_SHAPE` in the first dtype only.
@@ -135,14 +135,12 @@ def build_cases(
         shapes: (rows, hidden) pairs that replace the grid for every dtype.
     """
     ops, norms = tuple(ops), tuple(norms)
-    timed_on_device = [op for op in ops if op != "host"]
-    cases = [
+    on_host = [Case("host", norm, dtypes[0], *HOST_SHAPE) for norm in norms if "host" in ops]
+    return on_host + [
         Case(op, norm, dtype, rows, hidden)
         for dtype in dtypes
         for rows, hidden in (shapes or grid_shapes(grid, dtype))
         for norm in norms
-        for op in timed_on_device
+        for op in ops
+        if op != "host"
     ]
-    if "host" in ops:
-        cases += [Case("host", norm, dtypes[0], *HOST_SHAPE) for norm in norms]
-    return cases

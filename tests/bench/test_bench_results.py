@@ -132,7 +132,7 @@ def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tm
     arguments = ["--providers", "torch", "--norms", "layer", "--dtypes", "fp32", "--jobs", "0"]
     result = CliRunner().invoke(run.app, [*arguments, "--shapes", "100x1000", "--out", str(csv)])
     assert result.exit_code == 0, result.output
-    forward, backward, host = read_csv(csv)
+    host, forward, backward = read_csv(csv)
     # 2 x 100 x 1000 x 4 bytes at 4 TB/s take 0.2 us; backward moves half as much again.
     assert (forward.op, forward.copy_pct, backward.copy_pct) == ("fwd", 40.0, 60.0)
     assert (host.op, host.M, host.N, host.copy_pct, host.correct) == ("host", 64, 256, None, "1")
