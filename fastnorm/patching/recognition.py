@@ -145,9 +145,8 @@ def _swap_obstacle(module: nn.Module) -> Refusal | None:
         return Refusal("its class defines its own pickling", unknown=True)
     for parameter in module.parameters(recurse=False):
         kind = type(parameter).__name__
-        if kind == "DTensor":
-            return Refusal("its parameters are sharded (DTensor): patch before fully_shard")
-        if type(parameter) is not nn.Parameter:
+        # fully_shard and tensor parallelism leave the class and the forward alone (DTensor).
+        if type(parameter) is not nn.Parameter and kind != "DTensor":
             return Refusal(f"its parameters are of type {kind}")
     return None
 
