@@ -134,7 +134,9 @@ def _same_gradients(recipe: Recipe, stand_in: StandIn, first: Seen) -> bool:
     inputs = [x, *module.parameters()]
     direction = torch.linspace(-1, 1, x.numel(), **ON_CPU).reshape(x.shape)
     ours, theirs = (
-        torch.autograd.grad(y, inputs, direction, allow_unused=True) if y.requires_grad else ()
+        torch.autograd.grad((y * direction).sum(), inputs, allow_unused=True)
+        if y.requires_grad
+        else ()
         for y in (_predict(recipe, module, x), module.forward(x))
     )
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))

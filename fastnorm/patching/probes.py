@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 ON_CPU: dict[str, Any] = {"device": "cpu", "dtype": FLOAT}
@@ -88,7 +89,8 @@ def quiet() -> Iterator[torch.Generator]:
     """
     with (
         _disable_current_modes(),
-        torch.compiler.set_stance("force_eager"),
+        _compiled_as_written(),
+        _one_thread(),
         warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
@@ -100,6 +102,24 @@ def quiet() -> Iterator[torch.Generator]:
         yield torch.Generator(device="cpu").manual_seed(0)
 
 
+def _compiled_as_written() -> AbstractContextManager[object]:
+    """Forwards under torch.compile run eagerly. Where none can be, Dynamo is not loaded for it."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Probes are a few kilobytes: waking threads takes 5 times longer than the work (measured)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextmanager
 def _cuda_autocast_flag(enabled: bool) -> Iterator[None]:
     """What `torch.is_autocast_enabled()` answers; torch.autocast("cuda") needs a GPU to set it."""
@@ -109,6 +129,24 @@ def _cuda_autocast_flag(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_enabled("cuda", before)
+
+
+_TO_PYTHON = {
+    Tensor.__bool__,
+    Tensor.__contains__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__int__,
+    Tensor.allclose,
+    Tensor.equal,
+    Tensor.is_nonzero,
+    Tensor.item,
+    Tensor.numpy,
+    Tensor.tolist,
+    torch.allclose,
+    torch.equal,
+    torch.is_nonzero,
+}
 
 
 class AsCudaAutocast(TorchFunctionMode):
@@ -144,17 +182,24 @@ def as_cuda_autocast() -> Iterator[None]:
         yield
 
 
-class ReadsValues(TorchDispatchMode):
-    """Notices when a tensor's value reaches Python: control flow that depends on the data."""
+class ReadsValues(TorchFunctionMode):
+    """Notices when a tensor's value reaches Python: control flow that depends on the data.
+
+    A dispatch mode would see the same in one operator, but its first use loads Dynamo: 1 to 2 s.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self.seen |= func is torch.ops.aten._local_scalar_dense.default
+        self.seen |= func in _TO_PYTHON
         return func(*args, **(kwargs or {}))
 
 
