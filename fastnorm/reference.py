@@ -1,6 +1,8 @@
-"""The same mathematics in differentiable PyTorch: for transforms, higher derivatives and whatever no kernel serves.
+"""The same mathematics in differentiable PyTorch: for transforms, higher derivatives and whatever
+no kernel serves.
 
-Each kind is written as the layers it is named after write it, so its results are theirs bit for bit.
+Each kind is written as the layers it is named after write it, so its results are theirs bit for
+bit.
 See: docs/math.md.
 """
 
@@ -52,6 +54,80 @@ def norm(
     else:
         y = _rms(input, len(shape), weight, eps, semantics)
     return y if out_dtype is None or y.dtype == out_dtype else y.to(out_dtype)
+
+
+def statistics(
+    x: Tensor, dims: int, eps: float, semantics: Semantics
+) -> tuple[Tensor | None, Tensor]:
+    """mean (None where nothing is centred) and rstd over the last `dims` dimensions, which stay
+    with size 1.
+
+    In fp32, or fp64 for fp64; differentiable to any order.
+    """
+    axes = tuple(range(-dims, 0))
+    x = x.to(statistics_dtype(x.dtype))
+    if not semantics.centered:
+        return None, torch.rsqrt(x.square().mean(axes, keepdim=True) + eps)
+    mean = x.mean(axes, keepdim=True)
+    return mean, torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + eps)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for everything up to fp32, fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dims: int,
+    semantics: Semantics,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of `norm` written out; differentiable in every argument. See: docs/math.md,
+    "Backward".
+
+    Args:
+        dy: gradient of the output, `[..., *normalized_shape]`.
+        x, weight, bias: as given to `norm`; the weight's shape is what it broadcasts from.
+        mean, rstd: from `statistics`, `[..., 1, ...]`.
+        dims: how many trailing dimensions are normalised.
+        semantics: which kind of norm.
+        output_mask: which of dx, dweight, dbias are wanted.
+
+    Returns:
+        dx, dweight, dbias in the dtypes of x, weight and bias; None where not wanted.
+    """
+    wide = statistics_dtype(x.dtype)
+    axes = tuple(range(-dims, 0))
+    dy_wide, x_wide = dy.to(wide), x.to(wide)
+    x_hat = (x_wide if mean is None else x_wide - mean) * rstd
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        wdy = dy_wide if weight is None else dy_wide * _factor(weight, semantics, wide)
+        c1 = (x_hat * wdy).mean(axes, keepdim=True)
+        dx = wdy - x_hat * c1
+        if mean is not None:
+            dx = dx - wdy.mean(axes, keepdim=True)
+        dx = (dx * rstd).to(x.dtype)
+    if output_mask[1] and weight is not None:
+        dweight = (dy_wide * x_hat).sum_to_size(weight.shape).to(weight.dtype)
+    if output_mask[2] and bias is not None:
+        dbias = dy_wide.sum_to_size(bias.shape).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def _factor(weight: Tensor, semantics: Semantics, wide: torch.dtype) -> Tensor:
+    """What x_hat is multiplied by."""
+    if semantics.weight_offset == "fp32":
+        return 1 + weight.to(wide)
+    if semantics.weight_offset == "weight_dtype":
+        return (1 + weight).to(wide)
+    return weight.to(wide)
 
 
 def _torch_norm(

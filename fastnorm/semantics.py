@@ -1,7 +1,8 @@
 """What a norm layer computes, as data: the kinds of LayerNorm and RMSNorm found in real models.
 
-Two layers with the same `Semantics` give the same bits for the same input; the patcher recognises layers by it, the
-reference evaluates it in PyTorch and the kernels take it as constexprs. See: docs/math.md, "Kinds".
+Two layers with the same `Semantics` give the same bits for the same input; the patcher recognises
+layers by it, the reference evaluates it in PyTorch and the kernels take it as constexprs. See:
+docs/math.md, "Kinds".
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ class Semantics:
     Args:
         name: the key in `SEMANTICS`; also what operators carry.
         centered: the mean is subtracted (LayerNorm) or not (RMSNorm).
-        weight_offset: what is added to the weight: nothing, 1 after conversion to fp32 (Gemma), or 1 in the weight's
-            own dtype before conversion (LayerNorm1P).
-        rounds_normalized: x_hat is rounded before the weight is applied, to the input's dtype ("input", Llama), to the
-            weight's when that is a half type ("half_weight", T5), or not at all ("no").
-        output: dtype of the result: the input's ("input") or that of `x_hat * weight` under torch's promotion
-            ("promoted"); autocast may override it for torch's own two kinds.
+        weight_offset: what is added to the weight: nothing, 1 after conversion to fp32 (Gemma), or
+            1 in the weight's own dtype before conversion (LayerNorm1P).
+        rounds_normalized: x_hat is rounded before the weight is applied, to the input's dtype
+            ("input", Llama), to the weight's when that is a half type ("half_weight", T5), or not
+            at all ("no").
+        output: dtype of the result: the input's ("input") or that of `x_hat * weight` under
+            torch's promotion ("promoted"); autocast may override it for torch's own two kinds.
         source: where the definition comes from.
     """
 

@@ -1,0 +1,25 @@
+"""LayerNorm and RMSNorm for any PyTorch model, unchanged in meaning and faster. See: README.md."""
+
+from fastnorm.functional import KernelUnavailable, backend, layer_norm, rms_norm
+from fastnorm.modules import LayerNorm, RMSNorm
+from fastnorm.patching import Report, patch, register, unpatch, verify
+from fastnorm.routing import Stats, reset_stats, stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KernelUnavailable",
+    "LayerNorm",
+    "RMSNorm",
+    "Report",
+    "Stats",
+    "backend",
+    "layer_norm",
+    "patch",
+    "register",
+    "reset_stats",
+    "rms_norm",
+    "stats",
+    "unpatch",
+    "verify",
+]

@@ -1,0 +1,129 @@
+"""How norms meet autograd: an autograd.Function in eager mode, registered formulas in compiled
+graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastnorm import ops, reference
+from fastnorm.operands import Mask
+from fastnorm.ops import LIBRARY, Grads
+from fastnorm.semantics import SEMANTICS
+
+
+class Norm(torch.autograd.Function):
+    """A norm in eager mode."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        normalized_ndim: int,
+        eps: float,
+        semantics: str,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        y, mean, rstd = _call_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.static = (normalized_ndim, eps, semantics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        normalized_ndim, eps, semantics = ctx.static
+        mask = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            grads = differentiable_backward(
+                dy, x, weight, bias, normalized_ndim, eps, semantics, mask
+            )
+        else:
+            grads = _call_backward(
+                dy, x, weight, bias, mean, rstd, normalized_ndim, semantics, mask
+            )
+        return *grads, None, None, None, None
+
+
+def differentiable_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_ndim: int,
+    eps: float,
+    semantics: str,
+    mask: Mask,
+) -> Grads:
+    """First-order gradients that can be differentiated again: the saved statistics are functions of
+    x."""
+    kind = SEMANTICS[semantics]
+    mean, rstd = reference.statistics(x, normalized_ndim, eps, kind)
+    return reference.norm_backward(dy, x, weight, bias, mean, rstd, normalized_ndim, kind, mask)
+
+
+def _below_dispatcher(x: Tensor) -> bool:
+    """Whether the operators' dispatch adds nothing: a plain tensor and no mode that wants to see
+    calls."""
+    return type(x) is Tensor and not torch._C._len_torch_dispatch_stack()
+
+
+def _call_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if _below_dispatcher(x):
+        return ops.forward(x, *args)
+    return torch.ops.fastnorm.norm_forward.default(x, *args)
+
+
+def _call_backward(dy: Tensor, x: Tensor, *args: Any) -> Grads:
+    if _below_dispatcher(x):
+        return ops.backward(dy, x, *args)
+    grads = torch.ops.fastnorm.norm_backward.default(dy, x, *args)
+    return _only_wanted(grads, args[-1])
+
+
+def _only_wanted(grads: tuple[Tensor, Tensor, Tensor], mask: Any) -> Grads:
+    """Drop the empty tensors that stand for gradients nobody asked for."""
+    (dx, dw, db), (want_dx, want_dw, want_db) = grads, mask
+    return dx if want_dx else None, dw if want_dw else None, db if want_db else None
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, normalized_ndim, eps, semantics, _ = inputs
+    _, mean, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, bias, mean, rstd)
+    ctx.static = (normalized_ndim, eps, semantics)
+
+
+def _compiled_backward(ctx: Any, dy: Tensor | None, _dmean: Any, _drstd: Any) -> Any:
+    nothing = (None,) * 7
+    if dy is None:
+        return nothing
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    normalized_ndim, eps, semantics = ctx.static
+    mask = list(ctx.needs_input_grad[:3])
+    grads = torch.ops.fastnorm.norm_backward.default(
+        dy, x, weight, bias, mean, rstd, normalized_ndim, semantics, mask
+    )
+    return *_only_wanted(grads, mask), *nothing[3:]
+
+
+torch.library.register_autograd(
+    "fastnorm::norm_forward", _compiled_backward, setup_context=_setup_context, lib=LIBRARY
+)
+
+
+def _no_second_order(ctx: Any, *_grads: Any) -> Any:
+    raise NotImplementedError(
+        "fastnorm::norm_backward was called as an operator and is not differentiable: its saved "
+        "statistics are constants to it. Call fastnorm.layer_norm or fastnorm.rms_norm in eager "
+        "mode for higher derivatives."
+    )
+
+
+torch.library.register_autograd("fastnorm::norm_backward", _no_second_order, lib=LIBRARY)

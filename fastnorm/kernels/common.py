@@ -1,0 +1,67 @@
+"""Small jit functions that several kernels call."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen_weight(weight, OFFSET: tl.constexpr):
+    """The factor that a weight stands for, in fp32. See: docs/math.md, "Kinds"."""
+    if OFFSET == "weight_dtype":
+        weight = (weight.to(tl.float32) + 1.0).to(weight.dtype)
+    weight = weight.to(tl.float32)
+    if OFFSET == "fp32":
+        weight = weight + 1.0
+    return weight
+
+
+@triton.jit
+def grid_barrier(semaphore_ptr, program, P):
+    """Wait until all P co-resident programs have arrived. Needs a cooperative launch.
+
+    `semaphore_ptr` [1] int32. Program 0 adds 2^31 - (P - 1) and the others 1, so the top bit flips
+    as the last one
+    arrives and the rest is zero again: the next launch may use the word as it is, whatever its
+        grid.
+    """
+    tl.debug_barrier()
+    step = tl.where(program == 0, (2147483647 - P) + 2, 1)
+    before = tl.atomic_add(semaphore_ptr, step, sem="acq_rel", scope="gpu")
+    while (tl.atomic_add(semaphore_ptr, 0, sem="acquire", scope="gpu") ^ before) >= 0:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def load_rows(
+    ptr, rows, in_rows, row_stride, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Columns [k·CHUNK, (k+1)·CHUNK) of some rows, [BLOCK_M, CHUNK]; zero beyond M and N."""
+    columns = k * CHUNK + tl.arange(0, CHUNK)
+    address = ptr + rows[:, None] * row_stride + columns[None, :]
+    if (k + 1) * CHUNK > N:
+        return tl.load(address, mask=in_rows[:, None] & (columns < N)[None, :], other=0.0)
+    return tl.load(address, mask=in_rows[:, None], other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, rows, in_rows, value, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Write such a chunk to a contiguous [M, N] result, rounded to its dtype."""
+    columns = k * CHUNK + tl.arange(0, CHUNK)
+    address = ptr + rows[:, None] * N + columns[None, :]
+    value = value.to(ptr.dtype.element_ty)
+    if (k + 1) * CHUNK > N:
+        tl.store(address, value, mask=in_rows[:, None] & (columns < N)[None, :])
+    else:
+        tl.store(address, value, mask=in_rows[:, None])
+
+
+@triton.jit
+def load_columns(ptr, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):
+    """Chunk k of a weight or bias, [1, CHUNK], in its own dtype; zero beyond N."""
+    columns = k * CHUNK + tl.arange(0, CHUNK)
+    if (k + 1) * CHUNK > N:
+        return tl.load(ptr + columns, mask=columns < N, other=0.0)[None, :]
+    return tl.load(ptr + columns)[None, :]

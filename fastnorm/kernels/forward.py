@@ -1,0 +1,119 @@
+"""Forward of LayerNorm and RMSNorm: a row or a tile of rows per step, two-pass variance in
+registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fastnorm.kernels.common import load_columns, load_rows, store_rows, widen_weight
+
+
+@triton.jit
+def merge_moments(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
+    """Mean and sum of squared deviations of two sets of values joined (Chan's update)."""
+    total = count + chunk_count
+    delta = chunk_mean - mean
+    share = chunk_count / total
+    return total, mean + delta * share, m2 + chunk_m2 + delta * delta * count * share
+
+
+@triton.jit
+def chunk_moments(x, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, CENTERED: tl.constexpr):
+    """Count, mean (0 for RMS) and sum of squared deviations of chunk k, each [BLOCK_M]."""
+    count = min(CHUNK, N - k * CHUNK)
+    if CENTERED:
+        mean = tl.sum(x, 1) / count
+        x = x - mean[:, None]
+        if (k + 1) * CHUNK > N:
+            columns = k * CHUNK + tl.arange(0, CHUNK)
+            x = tl.where((columns < N)[None, :], x, 0.0)
+        return count, mean, tl.sum(x * x, 1)
+    return count, tl.zeros_like(tl.sum(x, 1)), tl.sum(x * x, 1)
+
+
+@triton.jit
+def row_statistics(
+    x, N: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CENTERED: tl.constexpr, eps
+):
+    """mean and rstd, [BLOCK_M, 1], of a row held as a tuple of chunks: two passes over
+    registers."""
+    total = tl.zeros_like(x[0].to(tl.float32))
+    if CENTERED:
+        for k in tl.static_range(CHUNKS):
+            total += x[k].to(tl.float32)
+        mean = tl.sum(total, 1)[:, None] / N
+        total = tl.zeros_like(total)
+    else:
+        mean = tl.zeros_like(tl.sum(total, 1))[:, None]
+    for k in tl.static_range(CHUNKS):
+        d = x[k].to(tl.float32) - mean
+        if CENTERED and (k + 1) * CHUNK > N:
+            d = tl.where((k * CHUNK + tl.arange(0, CHUNK) < N)[None, :], d, 0.0)
+        total += d * d
+    return mean, tl.rsqrt(tl.sum(total, 1)[:, None] / N + eps)
+
+
+@triton.jit
+def norm_forward(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_row_stride: tl.int64,
+    M: tl.int64,
+    eps: tl.float32,
+    N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CENTERED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEEP_ROW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """y = (x - mean)·rstd·weight + bias; mean and rstd are stored in fp32. See: docs/math.md,
+    "Forward"."""
+    x_row_stride *= STRIDE_UNIT
+    for block in tl.range(
+        tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES
+    ):
+        rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        in_rows = rows < M
+        x = ()
+        if KEEP_ROW:
+            for k in tl.static_range(CHUNKS):
+                x = x + (load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK),)
+            mean, rstd = row_statistics(x, N, CHUNK, CHUNKS, CENTERED, eps)
+        else:
+            x_k = load_rows(x_ptr, rows, in_rows, x_row_stride, 0, N, CHUNK).to(tl.float32)
+            count, mean, m2 = chunk_moments(x_k, 0, N, CHUNK, CENTERED)
+            for k in tl.static_range(1, CHUNKS):
+                x_k = load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK).to(tl.float32)
+                more = chunk_moments(x_k, k, N, CHUNK, CENTERED)
+                count, mean, m2 = merge_moments(count, mean, m2, more[0], more[1], more[2])
+            mean = mean[:, None]
+            rstd = tl.rsqrt(m2[:, None] / N + eps)
+
+        for k in tl.static_range(CHUNKS):
+            if KEEP_ROW:
+                x_k = x[k].to(tl.float32)
+            else:
+                x_k = load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK).to(tl.float32)
+            y = (x_k - mean) * rstd if CENTERED else x_k * rstd
+            if ROUND_TO is not None:
+                y = y.to(ROUND_TO).to(tl.float32)
+            if HAS_WEIGHT:
+                y = y * widen_weight(load_columns(weight_ptr, k, N, CHUNK), WEIGHT_OFFSET)
+            if HAS_BIAS:
+                y = y + load_columns(bias_ptr, k, N, CHUNK).to(tl.float32)
+            store_rows(y_ptr, rows, in_rows, y, k, N, CHUNK)
+        if CENTERED:
+            tl.store(mean_ptr + rows[:, None], mean, mask=in_rows[:, None])
+        tl.store(rstd_ptr + rows[:, None], rstd, mask=in_rows[:, None])
