@@ -34,6 +34,7 @@ class GPTConfig:
         context: longest sequence, in tokens.
         vocabulary: rows of the embedding table.
         norm: "layer" or "rms".
+        causal: a token sees only those before it.
     """
 
     width: int
@@ -42,12 +43,14 @@ class GPTConfig:
     context: int
     vocabulary: int = 256
     norm: str = "layer"
+    causal: bool = True
 
 
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_width = config.width // config.heads
+        self.causal = config.causal
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
@@ -57,7 +60,7 @@ class Attention(nn.Module):
         # rows of `qkv`, and -1 is the number of heads that this device has.
         split = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
         q, k, v = split.transpose(1, 2).unbind(3)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -87,6 +90,18 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def init_weights(model: nn.Module, layers: int) -> None:
+    """GPT-2's start: normal with 0.02, less for the layers that write into the residual stream."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, Attention | MLP):
+            nn.init.normal_(module.out.weight, std=0.02 / (2 * layers) ** 0.5)
+
+
 class GPT(nn.Module):
     """Tokens in, next-token logits out. The output layer shares the embedding's weight."""
 
@@ -98,17 +113,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = NORMS[config.norm](config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(self._init_weights)
+        init_weights(self, config.layers)
         self.tie_weights()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's: normal with 0.02, less for the layers that write into the residual stream."""
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        if isinstance(module, Attention | MLP):
-            nn.init.normal_(module.out.weight, std=0.02 / (2 * self.config.layers) ** 0.5)
 
     def tie_weights(self) -> None:
         self.head.weight = self.token_embedding.weight
@@ -150,9 +156,7 @@ def shard_tensor_parallel(gpt: GPT, mesh: DeviceMesh) -> None:
             "head": ColwiseParallel(input_layouts=tokens_split, output_layouts=Replicate()),
         },
     )
-    gather = PrepareModuleInput(
-        input_layouts=(tokens_split,), desired_input_layouts=(Replicate(),)
-    )
+    gather = PrepareModuleInput(input_layouts=(tokens_split,), desired_input_layouts=(Replicate(),))
     for block in gpt.blocks:
         parallelize_module(
             block,

@@ -3,8 +3,10 @@
 import csv
 import json
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import fastnorm
 from fastnorm.lightning import FastNormCallback
@@ -23,6 +26,19 @@ matplotlib.use("Agg")
 
 # Processes that Lightning starts for the other devices stay silent.
 console = Console(quiet=rank_zero_only.rank != 0)
+
+
+def quiet_lightning() -> None:
+    """Silences two warnings that the reader of an example's output could do nothing about."""
+    # Batches are cut from memory: worker processes would only add start-up time.
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    # Lightning's own use of torch's pytree.
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+
+
+def choice(name: str, *values: str) -> type[Enum]:
+    """A set of option values that Typer checks and lists in its help."""
+    return Enum(name, {value: value for value in values}, type=str)
 
 
 @dataclass
@@ -36,6 +52,8 @@ class Run:
         items_per_second: tokens or images of all devices, without validation and the first steps.
         peak_memory_bytes: largest allocation on this process' GPU; 0 on a CPU.
         calls: pass -> route -> number of calls, fastnorm's counters over this run.
+        metrics: what the last validation logged, by name.
+        decision: why the first replaced norm ran as it did, for its real input.
     """
 
     name: str
@@ -44,6 +62,8 @@ class Run:
     items_per_second: float = 0.0
     peak_memory_bytes: int = 0
     calls: dict[str, dict[str, int]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    decision: str = ""
 
 
 class Recorder(Callback):
@@ -81,8 +101,8 @@ class Recorder(Callback):
         self._pause(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loss = float(trainer.callback_metrics["val_loss"])
-        self.run.validation_losses.append((trainer.global_step, loss))
+        self.run.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        self.run.validation_losses.append((trainer.global_step, self.run.metrics["val_loss"]))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause(pl_module)
@@ -98,6 +118,30 @@ class Recorder(Callback):
             _synchronize(pl_module)
             self._seconds += time.perf_counter() - self._started
             self._started = None
+
+
+class Decision(Callback):
+    """Asks fastnorm why the first norm runs as it does, for the input of the first step.
+
+    Args:
+        run: its `decision` is set.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._hook: RemovableHandle | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        norms = (m for m in pl_module.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm))
+        self._hook = next(norms).register_forward_pre_hook(self._ask)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._hook.remove()
+
+    def _ask(self, norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        # A compiled model must not be interrupted for this; its norm goes unexplained.
+        if not self.run.decision and not torch.compiler.is_compiling():
+            self.run.decision = str(fastnorm.explain(norm, inputs[0]))
 
 
 def _synchronize(pl_module: pl.LightningModule) -> None:
@@ -137,7 +181,7 @@ def train(
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[RichProgressBar(), recorder, *([patch] if patch else [])],
+        callbacks=[RichProgressBar(), recorder, *([patch, Decision(run)] if patch else [])],
         **trainer_options,
     )
     trainer.fit(module, data)
@@ -146,18 +190,26 @@ def train(
     return run
 
 
-def print_decision(module: nn.Module) -> None:
-    """Prints why the first norm of `module` runs as it does."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-            console.print(f"\n[bold]How {name} runs[/bold]")
-            text = str(fastnorm.explain(layer))
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
+def print_runs(runs: list[Run], patch: FastNormCallback, unit: str) -> None:
+    """Prints what was patched, why the first norm runs as it does, and what came of each run."""
+    for report in patch.reports:
+        console.print(report.table())
+    if runs[-1].decision:
+        console.print(runs[-1].decision, markup=False, highlight=False, soft_wrap=True)
+    _print_losses(runs)
+    speed = Table(title="Speed and routes")
+    for heading in ("norms", f"{unit}/s", "peak memory", "norm calls by route"):
+        speed.add_column(heading, justify="left" if heading.startswith("norm") else "right")
+    for run in runs:
+        memory = f"{run.peak_memory_bytes / 2**30:.2f} GiB" if run.peak_memory_bytes else "-"
+        speed.add_row(run.name, f"{run.items_per_second:,.0f}", memory, _routes(run))
+    console.print(speed)
+    if len(runs) == 2 and runs[0].items_per_second:
+        _print_comparison(*runs)
 
 
-def print_runs(runs: list[Run], unit: str) -> None:
-    """Prints the loss curves side by side, then speed, memory and counters of each run."""
+def _print_losses(runs: list[Run]) -> None:
+    """The loss curves side by side, one row for each validation."""
     curves = Table(title="Loss (train: mean over the steps since the line before)")
     curves.add_column("step", justify="right")
     for run in runs:
@@ -174,18 +226,8 @@ def print_runs(runs: list[Run], unit: str) -> None:
         previous = step
     console.print(curves)
 
-    speed = Table(title="Speed and routes")
-    for heading in ("norms", f"{unit}/s", "peak memory", "norm calls by route"):
-        speed.add_column(heading, justify="left" if heading.startswith("norm") else "right")
-    for run in runs:
-        memory = f"{run.peak_memory_bytes / 2**30:.2f} GiB" if run.peak_memory_bytes else "-"
-        speed.add_row(run.name, f"{run.items_per_second:,.0f}", memory, _routes(run))
-    console.print(speed)
-    if len(runs) == 2 and runs[0].items_per_second:
-        print_comparison(*runs)
 
-
-def print_comparison(before: Run, after: Run) -> None:
+def _print_comparison(before: Run, after: Run) -> None:
     """Prints how far the two loss curves lie apart and the ratio of the speeds."""
     pairs = zip(before.train_losses, after.train_losses, strict=True)
     apart = max(abs(a - b) for a, b in pairs)
@@ -244,20 +286,17 @@ def _plot(runs: list[Run], path: Path, title: str) -> None:
 
 
 def compare(
-    train_one: Callable[[str, FastNormCallback | None], tuple[Run, nn.Module]], with_torch: bool
-) -> tuple[list[Run], nn.Module, FastNormCallback]:
-    """Runs the training with fastnorm's norms, and with torch's before that if asked.
+    train_once: Callable[[str, FastNormCallback | None], Run], with_torch: bool
+) -> tuple[list[Run], FastNormCallback]:
+    """Runs a training with fastnorm's norms, and with torch's before that if asked.
 
     Args:
-        train_one: builds a model from the seed and trains it; gets the run's name and callback.
+        train_once: builds a model from the seed and trains it; gets the run's name and callback.
         with_torch: also run with torch's norms.
 
     Returns:
-        The runs, the model with fastnorm's norms, and its callback with the patch report.
+        The runs, and the callback with the patch report.
     """
-    runs = []
-    if with_torch:
-        runs.append(train_one("torch", None)[0])
     patch = FastNormCallback()
-    run, module = train_one("fastnorm", patch)
-    return [*runs, run], module, patch
+    runs = [train_once("torch", None)] if with_torch else []
+    return [*runs, train_once("fastnorm", patch)], patch

@@ -9,9 +9,7 @@ norms go to the Triton kernels; `--size d768` and `--size d1024` are the models 
 docs/performance.md.
 """
 
-import warnings
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +19,11 @@ import typer
 from corpus import CORPORA, TextData
 from gpt import NORMS
 from gpt_module import GPTModule
-from harness import compare, console, print_decision, print_runs, save_runs, train
+from harness import Run, choice, compare, print_runs, quiet_lightning, save_runs, train
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from typer import Option
+
+from fastnorm.lightning import FastNormCallback
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ SIZES = {
     "d768": Size(768, 12, 12, 1024, batch=32, vocabulary=GPT2_VOCABULARY, learning_rate=6e-4),
     "d1024": Size(1024, 24, 16, 1024, batch=16, vocabulary=GPT2_VOCABULARY, learning_rate=3e-4),
 }
-
-
-def choice(name: str, *values: str) -> type[Enum]:
-    """A set of option values that Typer checks and lists in its help."""
-    return Enum(name, {value: value for value in values}, type=str)
 
 
 NormName = choice("NormName", *NORMS)
@@ -91,7 +86,7 @@ class Plan:
             return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=self.devices)
         return self.strategy
 
-    def run(self, name, patch):
+    def train_once(self, name: str, patch: FastNormCallback | None) -> Run:
         """Builds the model from the seed and trains it; `compare` in harness.py calls this."""
         pl.seed_everything(self.seed, verbose=False)
         size = self.size
@@ -110,7 +105,7 @@ class Plan:
         data = TextData(
             self.corpus, size.context, batch, self.steps, replicas=self.replicas, seed=self.seed
         )
-        run = train(
+        return train(
             name,
             module,
             data,
@@ -122,7 +117,6 @@ class Plan:
             accelerator=self.accelerator,
             precision=self.precision,
         )
-        return run, module
 
 
 def check(plan: Plan) -> None:
@@ -185,17 +179,11 @@ def main(
         precision=precision.value,
     )
     check(plan)
-    # Batches are cut from memory: worker processes would only add start-up time.
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    # Lightning's own use of torch's pytree, nothing that a reader of the output could change.
-    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    quiet_lightning()
     torch.set_float32_matmul_precision("high")
 
-    runs, module, patch = compare(plan.run, with_torch=compare_norms)
-    for report in patch.reports:
-        console.print(report.table())
-    print_decision(module)
-    print_runs(runs, "tokens")
+    runs, patch = compare(plan.train_once, with_torch=compare_norms)
+    print_runs(runs, patch, "tokens")
     save_runs(runs, out, f"GPT {size.value}, {norm.value} norm, {where}, {plan.precision}")
 
 
