@@ -110,12 +110,12 @@ def load_fastnorm() -> Provider:
         return lambda: ops.norm_forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)[:1]
 
     def backward(i: Inputs) -> Call:
-        _, mean, rstd = ops.norm_forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)
+        _, stats = ops.norm_forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)
         mask = [True, True, i.bias is not None]
 
         def call() -> Outputs:
             dx, dweight, dbias = ops.norm_backward(
-                i.dy, i.x, i.weight, i.bias, mean, rstd, 1, i.norm, mask
+                i.dy, i.x, i.weight, i.bias, stats, 1, i.norm, mask
             )
             return dx, dweight, None if i.bias is None else dbias
 

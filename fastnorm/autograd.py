@@ -28,14 +28,14 @@ class Norm(torch.autograd.Function):
         semantics: str,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        y, mean, rstd = _call_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        y, stats = _call_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
+        ctx.save_for_backward(x, weight, bias, stats)
         ctx.static = (normalized_ndim, eps, semantics)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, stats = ctx.saved_tensors
         normalized_ndim, eps, semantics = ctx.static
         mask = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
@@ -43,9 +43,7 @@ class Norm(torch.autograd.Function):
                 dy, x, weight, bias, normalized_ndim, eps, semantics, mask
             )
         else:
-            grads = _call_backward(
-                dy, x, weight, bias, mean, rstd, normalized_ndim, semantics, mask
-            )
+            grads = _call_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
         return *grads, None, None, None, None
 
 
@@ -72,7 +70,7 @@ def _below_dispatcher(x: Tensor) -> bool:
     return type(x) is Tensor and not torch._C._len_torch_dispatch_stack()
 
 
-def _call_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _call_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if _below_dispatcher(x):
         return ops.forward(x, *args)
     return torch.ops.fastnorm.norm_forward.default(x, *args)
@@ -93,22 +91,22 @@ def _only_wanted(grads: tuple[Tensor, Tensor, Tensor], mask: Any) -> Grads:
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, normalized_ndim, eps, semantics, _ = inputs
-    _, mean, rstd = output
+    _, stats = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(x, weight, bias, mean, rstd)
+    ctx.mark_non_differentiable(stats)
+    ctx.save_for_backward(x, weight, bias, stats)
     ctx.static = (normalized_ndim, eps, semantics)
 
 
-def _compiled_backward(ctx: Any, dy: Tensor | None, _dmean: Any, _drstd: Any) -> Any:
+def _compiled_backward(ctx: Any, dy: Tensor | None, _dstats: Any) -> Any:
     nothing = (None,) * 7
     if dy is None:
         return nothing
-    x, weight, bias, mean, rstd = ctx.saved_tensors
+    x, weight, bias, stats = ctx.saved_tensors
     normalized_ndim, eps, semantics = ctx.static
     mask = list(ctx.needs_input_grad[:3])
     grads = torch.ops.fastnorm.norm_backward.default(
-        dy, x, weight, bias, mean, rstd, normalized_ndim, semantics, mask
+        dy, x, weight, bias, stats, normalized_ndim, semantics, mask
     )
     return *_only_wanted(grads, mask), *nothing[3:]
 

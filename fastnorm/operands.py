@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Mask = tuple[bool, bool, bool]
 
 
-@dataclass(slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Operands as kernels want them.
 
     Args:
@@ -24,7 +23,7 @@ class Rows:
         x, dy: viewed as `[rows, N]` with unit column stride and the given row strides (elements);
             dy is x itself in a forward problem.
         weight, bias: `[N]` contiguous, or None.
-        count: rows.
+        rows: M.
     """
 
     problem: NormProblem
@@ -34,7 +33,7 @@ class Rows:
     dy_row_stride: int
     weight: Tensor | None
     bias: Tensor | None
-    count: int
+    rows: int
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -52,9 +51,10 @@ def hidden_size(x: Tensor, normalized_ndim: int) -> int:
     return hidden
 
 
-def statistics_shape(x: Tensor, normalized_ndim: int) -> list[int]:
-    """`[..., 1, ...]`, the shape of mean and rstd."""
-    return [*x.shape[: x.dim() - normalized_ndim], *([1] * normalized_ndim)]
+def stats_shape(x: Tensor, normalized_ndim: int, centered: bool) -> tuple[int, ...]:
+    """`[2, ...]` (rstd, mean) over the leading dimensions of x; `[1, ...]` (rstd) where not
+    centred."""
+    return (2 if centered else 1, *x.shape[: x.dim() - normalized_ndim])
 
 
 def forward_rows(
@@ -149,4 +149,7 @@ def row_stride(sizes: tuple[int, ...], strides: tuple[int, ...], hidden: int) ->
 
 def _aligned(*tensors: Tensor | None) -> bool:
     """Whether every pointer is a multiple of 16 bytes, which vector accesses need."""
-    return not any(t is not None and t.data_ptr() % 16 for t in tensors)
+    for t in tensors:
+        if t is not None and t.data_ptr() % 16:
+            return False
+    return True

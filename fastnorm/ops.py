@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastnorm import reference, routing
-from fastnorm.operands import Mask, backward_rows, forward_rows, hidden_size, statistics_shape
+from fastnorm.operands import Mask, backward_rows, forward_rows, hidden_size, stats_shape
 from fastnorm.semantics import SEMANTICS
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -20,11 +20,11 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 LIBRARY = torch.library.Library("fastnorm", "DEF")
 LIBRARY.define(
     "norm_forward(Tensor input, Tensor? weight, Tensor? bias, int normalized_ndim, float eps, "
-    "str semantics, ScalarType out_dtype) -> (Tensor y, Tensor mean, Tensor rstd)"
+    "str semantics, ScalarType out_dtype) -> (Tensor y, Tensor stats)"
 )
 LIBRARY.define(
-    "norm_backward(Tensor dy, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
-    "Tensor rstd, int normalized_ndim, str semantics, bool[3] output_mask) "
+    "norm_backward(Tensor dy, Tensor input, Tensor? weight, Tensor? bias, Tensor stats, "
+    "int normalized_ndim, str semantics, bool[3] output_mask) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 
@@ -56,7 +56,7 @@ def forward(
     eps: float,
     semantics: str,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`fastnorm::norm_forward` for tensors in memory.
 
     Args:
@@ -68,37 +68,32 @@ def forward(
         out_dtype: dtype of y.
 
     Returns:
-        y like x in `out_dtype`, contiguous; mean (empty where nothing is centred) and rstd `[...,
-        1, ...]`, fp32 (fp64 for fp64).
+        y like x in `out_dtype`, contiguous; stats `[2, ...]` over x's leading dimensions: rstd,
+        mean (`[1, ...]`: rstd, where nothing is centred), fp32 (fp64 for fp64).
     """
-    kind = SEMANTICS[semantics]
     hidden = hidden_size(x, normalized_ndim)
     if x.numel() and not _no_kernels(x, weight, hidden):
         rows = forward_rows(x, weight, bias, hidden, semantics, out_dtype)
         kernel = routing.forward_kernel(rows.problem, _device_index(x))
         if kernel is not None:
-            shape = statistics_shape(x, normalized_ndim)
+            shape = stats_shape(x, normalized_ndim, SEMANTICS[semantics].centered)
             y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-            rstd = torch.empty(shape, dtype=torch.float32, device=x.device)
-            mean = torch.empty_like(rstd) if kind.centered else rstd.new_empty(0)
-            with _on_device(x):
+            stats = torch.empty(shape, dtype=torch.float32, device=x.device)
+            with _current(kernel.index):
                 kernel(
                     rows.x,
                     rows.weight,
                     rows.bias,
                     eps,
-                    rows.count,
+                    rows.rows,
                     rows.x_row_stride,
                     y,
-                    mean,
-                    rstd,
+                    stats,
                 )
-            routing.count("forward", kernel.plan.route)
-            return y, mean, rstd
+            routing.count("forward", kernel.route)
+            return y, stats
     routing.count("forward", "torch")
-    y = reference.norm(x, x.shape[x.dim() - normalized_ndim :], weight, bias, eps, kind, out_dtype)
-    saved_mean, rstd = reference.statistics(x, normalized_ndim, eps, kind)
-    return y.contiguous(), rstd.new_empty(0) if saved_mean is None else saved_mean, rstd
+    return _torch_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
 
 
 def backward(
@@ -106,8 +101,7 @@ def backward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    stats: Tensor,
     normalized_ndim: int,
     semantics: str,
     output_mask: Mask,
@@ -117,7 +111,7 @@ def backward(
     Args:
         dy: gradient of y, any strides.
         x, weight, bias, normalized_ndim, semantics: as given to the forward.
-        mean, rstd: as it returned them.
+        stats: as it returned them.
         output_mask: which of dx, dweight, dbias are wanted.
 
     Returns:
@@ -130,29 +124,26 @@ def backward(
         rows = backward_rows(dy, x, weight, bias, hidden, semantics, mask)
         kernel = routing.backward_kernel(rows.problem, _device_index(x))
         if kernel is not None:
-            dx, dw, db = (
-                _result_like(x, mask[0]),
-                _result_like(weight, mask[1]),
-                _result_like(bias, mask[2]),
-            )
-            with _on_device(x):
+            dx = _result_like(x, mask[0])
+            dw = _result_like(weight, mask[1])
+            db = _result_like(bias, mask[2])
+            with _current(kernel.index):
                 kernel(
                     rows.dy,
                     rows.x,
                     rows.weight,
-                    mean,
-                    rstd,
-                    rows.count,
+                    stats,
+                    rows.rows,
                     rows.dy_row_stride,
                     rows.x_row_stride,
                     dx,
                     dw,
                     db,
                 )
-            routing.count("backward", kernel.plan.route)
+            routing.count("backward", kernel.route)
             return dx, dw, db
     routing.count("backward", "torch")
-    return _torch_backward(dy, x, weight, bias, mean, rstd, normalized_ndim, semantics, mask)
+    return _torch_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
 
 
 def _result_like(t: Tensor | None, wanted: bool) -> Tensor | None:
@@ -196,49 +187,78 @@ def why_no_kernel(
     return reasons
 
 
+def _fused_by_torch(x: Tensor, semantics: str, *others: Tensor | None) -> bool:
+    """Whether torch's fused CUDA operators take these tensors: its own two kinds, one dtype."""
+    same = all(t is None or t.dtype == x.dtype for t in others)
+    return x.is_cuda and same and semantics in ("layer", "rms") and x.numel() > 0
+
+
+def _torch_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_ndim: int,
+    eps: float,
+    semantics: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """torch's fused forward where it takes these dtypes, else the reference."""
+    kind = SEMANTICS[semantics]
+    shape = x.shape[x.dim() - normalized_ndim :]
+    saved = stats_shape(x, normalized_ndim, kind.centered)
+    if out_dtype == x.dtype and _fused_by_torch(x, semantics, weight, bias):
+        if kind.centered:
+            y, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight, bias, eps)
+            return y, torch.stack((rstd, mean)).view(saved)
+        y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        return y, rstd.view(saved)
+    y = reference.norm(x, shape, weight, bias, eps, kind, out_dtype)
+    stats = [t for t in reference.statistics(x, normalized_ndim, eps, kind) if t is not None]
+    return y.contiguous(), torch.stack(stats[::-1]).view(saved)
+
+
 def _torch_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    stats: Tensor,
     normalized_ndim: int,
     semantics: str,
     mask: Mask,
 ) -> Grads:
     """torch's fused backward where it takes these dtypes, else the formula written out."""
-    one_dtype = all(t is None or t.dtype == x.dtype for t in (dy, weight, bias))
+    kind = SEMANTICS[semantics]
     shape = x.shape[x.dim() - normalized_ndim :]
-    if x.is_cuda and one_dtype and semantics == "layer" and x.numel():
-        return torch.ops.aten.native_layer_norm_backward(
-            dy, x, shape, mean, rstd, weight, bias, mask
-        )
-    if x.is_cuda and one_dtype and semantics == "rms" and x.numel():
+    saved = (*x.shape[: x.dim() - normalized_ndim], *([1] * normalized_ndim))
+    rstd = stats[0].view(saved)
+    mean = stats[1].view(saved) if kind.centered else None
+    if _fused_by_torch(x, semantics, dy, weight, bias):
+        if kind.centered:
+            return torch.ops.aten.native_layer_norm_backward(
+                dy, x, shape, mean, rstd, weight, bias, mask
+            )
         dx, dw = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, mask[:2])
         return dx, dw, None
-    kind = SEMANTICS[semantics]
-    saved_mean = mean if kind.centered else None
-    return reference.norm_backward(
-        dy, x, weight, bias, saved_mean, rstd, normalized_ndim, kind, mask
-    )
+    return reference.norm_backward(dy, x, weight, bias, mean, rstd, normalized_ndim, kind, mask)
 
 
-class _on_device:  # noqa: N801 - reads as a statement
-    """Make a tensor's device current for a launch, at no cost where it already is."""
+class _current:  # noqa: N801 - reads as a statement
+    """Make a device current for a launch, at no cost where it already is."""
 
-    __slots__ = ("_index", "_previous")
+    __slots__ = ("_index",)
 
-    def __init__(self, x: Tensor) -> None:
-        self._index = x.device.index if x.is_cuda else None
+    def __init__(self, index: int | None) -> None:
+        already = index is None or index == torch._C._cuda_getDevice()
+        self._index = None if already else index
 
     def __enter__(self) -> None:
         if self._index is not None:
-            self._previous = torch.cuda._exchange_device(self._index)
+            self._index = torch.cuda._exchange_device(self._index)
 
     def __exit__(self, *_: object) -> None:
         if self._index is not None:
-            torch.cuda._maybe_exchange_device(self._previous)
+            torch.cuda._maybe_exchange_device(self._index)
 
 
 def _backward_operator(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,11 +286,10 @@ def _forward_fake(
     eps: float,
     semantics: str,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = statistics_shape(input, normalized_ndim)
-    rstd = input.new_empty(shape, dtype=reference.statistics_dtype(input.dtype))
-    mean = torch.empty_like(rstd) if SEMANTICS[semantics].centered else rstd.new_empty(0)
-    return input.new_empty(input.shape, dtype=out_dtype), mean, rstd
+) -> tuple[Tensor, Tensor]:
+    shape = stats_shape(input, normalized_ndim, SEMANTICS[semantics].centered)
+    stats = input.new_empty(shape, dtype=reference.statistics_dtype(input.dtype))
+    return input.new_empty(input.shape, dtype=out_dtype), stats
 
 
 @torch.library.register_fake("fastnorm::norm_backward", lib=LIBRARY)
@@ -279,8 +298,7 @@ def _backward_fake(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    stats: Tensor,
     normalized_ndim: int,
     semantics: str,
     output_mask: list[bool],

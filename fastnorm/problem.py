@@ -67,6 +67,6 @@ def stride_unit(*strides: int) -> int:
     """The largest power of two up to 16 that divides every stride (elements)."""
     unit = 16
     for stride in strides:
-        while stride % unit:
-            unit //= 2
+        # stride & -stride is the largest power of two that divides it.
+        unit = min(unit, stride & -stride or 16)
     return unit

@@ -134,9 +134,9 @@ def _verify(problem: NormProblem, limit: DeviceLimits, index: int) -> Verified:
         if plan is None:
             return Verified(decision)
         if index == INTERPRETER:
-            return Verified(decision, _launchable(plan, limit, None))
+            return Verified(decision, _launchable(plan, limit, None, None))
         try:
-            outcome = _build(plan, limit)
+            outcome = _build(plan, limit, index)
         except (FileNotFoundError, subprocess.CalledProcessError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "compiler" not in str(error):
                 raise
@@ -149,7 +149,7 @@ def _verify(problem: NormProblem, limit: DeviceLimits, index: int) -> Verified:
         return Verified(decision, *outcome)
 
 
-def _build(plan: Plan, limit: DeviceLimits) -> tuple[Any, Compiled] | Rejection:
+def _build(plan: Plan, limit: DeviceLimits, index: int) -> tuple[Any, Compiled] | Rejection:
     """Compile and load a plan on the current device; the kernel and its figures, or what refuses
     it."""
     from triton.runtime.errors import OutOfResources
@@ -162,7 +162,10 @@ def _build(plan: Plan, limit: DeviceLimits) -> tuple[Any, Compiled] | Rejection:
     except OutOfResources as error:
         return Rejection(plan.describe(), f"{error.name} needed", error.required, error.limit)
     figures = Compiled(compiled.n_regs, compiled.n_spills, compiled.metadata.shared)
-    return check(plan, limit, figures) or (_launchable(plan, limit, compiled), figures)
+    return check(plan, limit, figures) or (
+        _launchable(plan, limit, index, compiled),
+        figures,
+    )
 
 
 def check(plan: Plan, limit: DeviceLimits, figures: Compiled) -> Rejection | None:
@@ -180,12 +183,12 @@ def check(plan: Plan, limit: DeviceLimits, figures: Compiled) -> Rejection | Non
     return None
 
 
-def _launchable(plan: Plan, limit: DeviceLimits, compiled: Any | None) -> Any:
+def _launchable(plan: Plan, limit: DeviceLimits, index: int | None, compiled: Any | None) -> Any:
     from fastnorm.kernels import launch
 
     if plan.problem.direction == "forward":
-        return launch.forward_kernel(plan, limit.sm_count, compiled)
+        return launch.forward_kernel(plan, limit.sm_count, index, compiled)
     finalize = None
     if compiled is not None and not plan.one_launch and plan.problem.accumulators:
         finalize = launch.compile_finalize(plan, limit.capability)
-    return launch.backward_kernel(plan, limit.sm_count, compiled, finalize)
+    return launch.backward_kernel(plan, limit.sm_count, index, compiled, finalize)

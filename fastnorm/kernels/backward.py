@@ -21,8 +21,7 @@ def norm_backward(
     dy_ptr,
     x_ptr,
     weight_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     dx_ptr,
     dw_partial_ptr,
     db_partial_ptr,
@@ -81,9 +80,9 @@ def norm_backward(
             for k in tl.static_range(CHUNKS):
                 x = x + (load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK),)
                 dy = dy + (load_rows(dy_ptr, rows, in_rows, dy_row_stride, k, N, CHUNK),)
-        rstd = tl.load(rstd_ptr + rows, mask=in_rows, other=0.0)[:, None]
+        rstd = tl.load(stats_ptr + rows, mask=in_rows, other=0.0)[:, None]
         if CENTERED:
-            mean = tl.load(mean_ptr + rows, mask=in_rows, other=0.0)[:, None]
+            mean = tl.load(stats_ptr + M + rows, mask=in_rows, other=0.0)[:, None]
 
         if NEEDS_DX:
             sum_x_hat_wdy = tl.zeros([BLOCK_M, CHUNK], tl.float32)

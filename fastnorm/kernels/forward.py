@@ -60,8 +60,7 @@ def norm_forward(
     weight_ptr,
     bias_ptr,
     y_ptr,
-    mean_ptr,
-    rstd_ptr,
+    stats_ptr,
     x_row_stride: tl.int64,
     M: tl.int64,
     eps: tl.float32,
@@ -78,8 +77,10 @@ def norm_forward(
     KEEP_ROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y = (x - mean)·rstd·weight + bias; mean and rstd are stored in fp32. See: docs/math.md,
-    "Forward"."""
+    """y = (x - mean)·rstd·weight + bias; rstd and mean go to stats [2, M] (RMS: rstd to [1, M]).
+
+    See: docs/math.md, "Forward".
+    """
     x_row_stride *= STRIDE_UNIT
     for block in tl.range(
         tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES
@@ -114,6 +115,6 @@ def norm_forward(
             if HAS_BIAS:
                 y = y + load_columns(bias_ptr, k, N, CHUNK).to(tl.float32)
             store_rows(y_ptr, rows, in_rows, y, k, N, CHUNK)
+        tl.store(stats_ptr + rows[:, None], rstd, mask=in_rows[:, None])
         if CENTERED:
-            tl.store(mean_ptr + rows[:, None], mean, mask=in_rows[:, None])
-        tl.store(rstd_ptr + rows[:, None], rstd, mask=in_rows[:, None])
+            tl.store(stats_ptr + M + rows[:, None], mean, mask=in_rows[:, None])

@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +73,7 @@ def _pointer_types(plan: Plan) -> dict[str, str]:
     p = plan.problem
     x, y = _POINTER[p.x_dtype], _POINTER[p.y_dtype]
     weight, bias = _POINTER[p.weight_dtype], _POINTER[p.bias_dtype]
-    common = {"x_ptr": x, "weight_ptr": weight, "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
+    common = {"x_ptr": x, "weight_ptr": weight, "stats_ptr": "*fp32"}
     if p.direction == "forward":
         return {**common, "bias_ptr": bias, "y_ptr": y, "eps": "fp32"}
     return {
@@ -158,11 +157,11 @@ def _compile(
 
 
 class Workspace:
-    """Scratch that outlives a launch: fp32 partials and the barrier's semaphore, one per device and
+    """Scratch that outlives a launch: fp32 partials and the barrier's semaphore, per device and
     stream.
 
-    Reuse is safe because launches of one stream run in order. A launch that is being captured into
-    a CUDA graph gets its own, since the graph may be replayed beside eager work of the stream that
+    Reuse is safe because launches of one stream run in order. A launch that is captured into a
+    CUDA graph gets its own, since the graph may be replayed beside eager work of the stream that
     it was captured on.
     """
 
@@ -172,48 +171,107 @@ class Workspace:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def get(self, device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
+    def get(self, device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
         """Partials (at least `floats` long) and a semaphore with nobody waiting (zero but for its
         top bit)."""
-        if torch.cuda.is_current_stream_capturing() or floats * 4 > self.LARGEST_KEPT:
-            return (
-                torch.empty(floats, device=device, dtype=torch.float32),
-                torch.zeros(1, device=device, dtype=torch.int32),
-            )
-        key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+        if torch._C._cuda_isCurrentStreamCapturing() or floats * 4 > self.LARGEST_KEPT:
+            return _partials(device, floats), _semaphore(device)
+        key = (device.index, stream)
         kept = self._kept.get(key)
         if kept is None or kept[0].numel() < floats:
-            semaphore = (
-                torch.zeros(1, device=device, dtype=torch.int32) if kept is None else kept[1]
-            )
-            kept = (torch.empty(floats, device=device, dtype=torch.float32), semaphore)
-            self._kept[key] = kept
+            semaphore = _semaphore(device) if kept is None else kept[1]
+            self._kept[key] = kept = (_partials(device, floats), semaphore)
         return kept
+
+
+def _partials(device: torch.device, floats: int) -> Tensor:
+    return torch.empty(floats, device=device, dtype=torch.float32)
+
+
+def _semaphore(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device, dtype=torch.int32)
 
 
 WORKSPACE = Workspace()
 
 
-Launch = Callable[..., Any]
+class Launch:
+    """One kernel on one device, compiled or (where `compiled` is None) in Triton's interpreter."""
+
+    __slots__ = ("_compiled", "_constants", "_function", "_kernel", "_metadata", "_run", "_tail")
+
+    def __init__(self, kernel: Any, compiled: Any | None, constants: dict[str, Any]) -> None:
+        self._kernel, self._compiled, self._constants = kernel, compiled, constants
+        self._tail = tuple(constants.values())
+        if compiled is not None:
+            self._run, self._function = compiled.run, compiled.function
+            self._metadata = compiled.packed_metadata
+
+    def __call__(self, programs: int, stream: int, *args: Any) -> None:
+        """Launch on a stream; tensors may be given as their addresses where compiled."""
+        if self._compiled is None:
+            self._kernel[(programs,)](*args, **self._constants)
+        elif _hooked():
+            self._compiled[(programs, 1, 1)](*args, *self._tail)
+        else:
+            # What `compiled[grid](...)` calls when nothing is hooked in, at half its cost.
+            self._run(
+                programs,
+                1,
+                1,
+                stream,
+                self._function,
+                self._metadata,
+                None,
+                None,
+                None,
+                *args,
+                *self._tail,
+            )
 
 
-def launcher(kernel: Any, compiled: Any | None, constants: dict[str, Any]) -> Launch:
-    """`launch(programs, *args)` for a compiled kernel, or for the interpreter where `compiled` is
-    None."""
-    if compiled is None:
-        return lambda programs, *args: kernel[(programs,)](*args, **constants)
-    tail = tuple(constants.values())
-    return lambda programs, *args: compiled[(programs, 1, 1)](*args, *tail)
+def _hooked() -> bool:
+    """Whether a profiler wants to see launches."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardKernel:
+class _Kernel:
+    """What forward and backward share: a plan, made launchable on one device.
+
+    Args:
+        plan: what was compiled.
+        sm_count: multiprocessors of the device.
+        index: of the device, or None for the interpreter.
+        launch: the kernel.
+        finalize: the separate final reduction, where the plan has one.
+    """
+
+    __slots__ = ("address", "finalize", "index", "launch", "plan", "route", "sm_count")
+
+    def __init__(
+        self,
+        plan: Plan,
+        sm_count: int,
+        index: int | None,
+        launch: Launch,
+        finalize: Launch | None = None,
+    ) -> None:
+        self.plan, self.sm_count, self.index = plan, sm_count, index
+        self.route = plan.route
+        self.launch, self.finalize = launch, finalize
+        self.address: Callable[[Tensor], Any] = _itself if index is None else Tensor.data_ptr
+
+    def _stream(self) -> int:
+        return 0 if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class ForwardKernel(_Kernel):
     """A compiled forward plan, ready to launch on one device."""
-
-    plan: Plan
-    sm_count: int
-    launch: Launch
-    compiled: Any = None
 
     def __call__(
         self,
@@ -224,48 +282,41 @@ class ForwardKernel:
         rows: int,
         x_row_stride: int,
         y: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
+        stats: Tensor,
     ) -> None:
-        """Launch.
+        """Launch on the device's current stream; the device must be current.
 
         Args:
             x: viewed as `[rows, N]` with unit column stride and the given row stride (elements).
             weight, bias: `[N]` contiguous, or None.
             y: `[rows, N]` contiguous, written.
-            mean, rstd: `[rows]` fp32, written (mean only by centred kinds).
+            stats: `[2, rows]` fp32 (RMS: `[1, rows]`), written: rstd, mean.
         """
+        at = self.address
+        x_at = at(x)
         self.launch(
             self.plan.grid(rows, self.sm_count),
-            x,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            y,
-            mean,
-            rstd,
+            self._stream(),
+            x_at,
+            x_at if weight is None else at(weight),
+            x_at if bias is None else at(bias),
+            at(y),
+            at(stats),
             x_row_stride // self.plan.problem.stride_unit,
             rows,
             eps,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardKernel:
+class BackwardKernel(_Kernel):
     """A compiled backward plan, ready to launch on one device."""
-
-    plan: Plan
-    sm_count: int
-    launch: Launch
-    finalize: Launch | None
-    compiled: Any = None
 
     def __call__(
         self,
         dy: Tensor,
         x: Tensor,
         weight: Tensor | None,
-        mean: Tensor,
-        rstd: Tensor,
+        stats: Tensor,
         rows: int,
         dy_row_stride: int,
         x_row_stride: int,
@@ -273,63 +324,68 @@ class BackwardKernel:
         dw: Tensor | None,
         db: Tensor | None,
     ) -> None:
-        """Launch.
+        """Launch on the device's current stream; the device must be current.
 
         Args:
             dy, x: viewed as `[rows, N]` with unit column stride and the given row strides
                 (elements).
             weight: `[N]` contiguous, or None.
-            mean, rstd: `[rows]` fp32.
+            stats: `[2, rows]` fp32 (RMS: `[1, rows]`): rstd, mean.
             dx: `[rows, N]` contiguous; dw, db: `[N]`; written; None where the plan leaves them out.
         """
-        plan = self.plan
+        at, plan = self.address, self.plan
         p = plan.problem
-        programs = plan.grid(rows, self.sm_count)
+        programs, stream = plan.grid(rows, self.sm_count), self._stream()
         floats = programs * p.hidden
         if plan.one_launch:
-            partials, semaphore = WORKSPACE.get(x.device, floats * p.accumulators)
+            partials, semaphore = WORKSPACE.get(x.device, stream, floats * p.accumulators)
         else:
             # Not kept: another thread's launches may come between this kernel and its reduction.
-            partials = torch.empty(floats * p.accumulators, dtype=torch.float32, device=x.device)
-            semaphore = partials
-        db_partials = partials[floats:] if p.needs_dw else partials
-        # x stands in for pointers that the plan's constexprs leave unread.
-        dw = x if dw is None else dw
-        db = x if db is None else db
+            partials = semaphore = _partials(x.device, floats * p.accumulators)
+        x_at = at(x)  # also stands in for what the plan's constexprs leave unread
+        dw_partials = at(partials)
+        db_partials = dw_partials
+        if p.needs_dw and p.needs_db:
+            db_partials = at(partials[floats:]) if self.index is None else dw_partials + 4 * floats
+        dw_at = x_at if dw is None else at(dw)
+        db_at = x_at if db is None else at(db)
         self.launch(
             programs,
-            dy,
-            x,
-            x if weight is None else weight,
-            mean,
-            rstd,
-            x if dx is None else dx,
-            partials,
+            stream,
+            at(dy),
+            x_at,
+            x_at if weight is None else at(weight),
+            at(stats),
+            x_at if dx is None else at(dx),
+            dw_partials,
             db_partials,
-            dw,
-            db,
-            semaphore,
+            dw_at,
+            db_at,
+            at(semaphore),
             dy_row_stride // p.stride_unit,
             x_row_stride // p.stride_unit,
             rows,
         )
         if self.finalize is not None:
             tiles = -(-p.hidden // plan.final_tile()[1])
-            self.finalize(tiles, partials, db_partials, dw, db, programs)
+            self.finalize(tiles, stream, dw_partials, db_partials, dw_at, db_at, programs)
 
 
-def forward_kernel(plan: Plan, sm_count: int, compiled: Any | None) -> ForwardKernel:
-    """Make a forward plan launchable; `compiled` None means the interpreter."""
-    launch = launcher(norm_forward, compiled, forward_constants(plan))
-    return ForwardKernel(plan, sm_count, launch, compiled)
+def forward_kernel(
+    plan: Plan, sm_count: int, index: int | None, compiled: Any | None
+) -> ForwardKernel:
+    """Make a forward plan launchable; `index` and `compiled` are None for the interpreter."""
+    launch = Launch(norm_forward, compiled, forward_constants(plan))
+    return ForwardKernel(plan, sm_count, index, launch)
 
 
 def backward_kernel(
-    plan: Plan, sm_count: int, compiled: Any | None, compiled_finalize: Any | None
+    plan: Plan, sm_count: int, index: int | None, compiled: Any | None, finalize: Any | None
 ) -> BackwardKernel:
-    """Make a backward plan launchable; `compiled` None means the interpreter."""
-    launch = launcher(norm_backward, compiled, backward_constants(plan))
-    finalize = None
+    """Make a backward plan launchable; `index` and what is compiled are None for the
+    interpreter."""
+    launch = Launch(norm_backward, compiled, backward_constants(plan))
+    reduction = None
     if plan.problem.accumulators and not plan.one_launch:
-        finalize = launcher(norm_finalize, compiled_finalize, finalize_constants(plan))
-    return BackwardKernel(plan, sm_count, launch, finalize, compiled)
+        reduction = Launch(norm_finalize, finalize, finalize_constants(plan))
+    return BackwardKernel(plan, sm_count, index, launch, reduction)
