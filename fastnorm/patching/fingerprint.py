@@ -73,6 +73,8 @@ def _agreeing(stand_in: StandIn, observed: Observation) -> list[Recipe]:
 
     live = matching([(name, None) for name in eps_attributes(stand_in.module)])
     recipes = [known for r in live if (known := _with_live_eps(r, stand_in, observed.first))]
+    # Another attribute may hold the same value: the one that the forward reads comes first.
+    recipes.sort(key=lambda recipe: recipe.eps is None)
     return recipes or matching([(None, value) for value in _FIXED_EPS])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -43,8 +44,9 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains the difference. NaN differences are never ok."""
-        return self.difference <= _FACTOR * self.noise + self.floor
+        """Whether rounding explains the difference: never one that is infinite or NaN."""
+        allowed = _FACTOR * self.noise + self.floor
+        return math.isfinite(self.difference) and self.difference <= allowed
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _compare(
         ours = _distances(plain, _run(model, batch, loss, seed))
     differences = []
     for name, value in plain.items():
-        largest = float(value.abs().max()) if value.numel() else 0.0
+        largest = float(value.nan_to_num(0.0, 0.0, 0.0).abs().max()) if value.numel() else 0.0
         floor = 8 * torch.finfo(value.dtype).eps * largest
         own = max(noise[name], shuffled[name])
         differences.append(Difference(name, ours[name], own, floor))
