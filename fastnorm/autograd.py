@@ -14,6 +14,25 @@ from fastnorm.ops import LIBRARY, Grads
 from fastnorm.semantics import SEMANTICS
 
 
+def apply(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_ndim: int,
+    eps: float,
+    semantics: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A norm through the operators, recorded by autograd. Arguments as `ops.forward`; returns y."""
+    if torch.compiler.is_compiling():
+        return torch.ops.fastnorm.norm_forward(
+            x, weight, bias, normalized_ndim, eps, semantics, out_dtype
+        )[0]
+    if torch.is_grad_enabled():
+        return _apply_norm(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
+    return _call_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)[0]
+
+
 class Norm(torch.autograd.Function):
     """A norm in eager mode."""
 
@@ -45,6 +64,11 @@ class Norm(torch.autograd.Function):
         else:
             grads = _call_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
         return *grads, None, None, None, None
+
+
+# `Function.apply` without its functorch prologue (8 us of Python): callers have ruled transforms
+# out.
+_apply_norm = super(torch.autograd.Function, Norm).apply
 
 
 def differentiable_backward(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Literal, get_args
 
 import torch
@@ -12,12 +12,20 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from fastnorm import ops, reference, routing
-from fastnorm.autograd import Norm
+from fastnorm.autograd import apply
 from fastnorm.semantics import SEMANTICS, Semantics
 
 Backend = Literal["auto", "triton", "torch"]
 
-_backend: ContextVar[Backend] = ContextVar("fastnorm_backend", default="auto")
+
+class _Context(threading.local):
+    """The backend chosen in this thread. Dynamo reads and guards it; a ContextVar breaks graphs."""
+
+    def __init__(self) -> None:
+        self.backend: Backend = "auto"
+
+
+_context = _Context()
 
 
 class KernelUnavailable(RuntimeError):
@@ -26,7 +34,7 @@ class KernelUnavailable(RuntimeError):
 
 @contextlib.contextmanager
 def backend(choice: Backend) -> Iterator[None]:
-    """Choose what runs norms inside a `with` block (this thread or task only).
+    """Choose what runs norms inside a `with` block (this thread only).
 
     Args:
         choice: "auto" (kernels where they pass the budget), "triton" (raise where they do not) or
@@ -35,11 +43,11 @@ def backend(choice: Backend) -> Iterator[None]:
     Raises:
         ValueError: any other choice.
     """
-    token = _backend.set(checked_backend(choice))
+    before, _context.backend = _context.backend, checked_backend(choice)
     try:
         yield
     finally:
-        _backend.reset(token)
+        _context.backend = before
 
 
 def checked_backend(choice: Backend) -> Backend:
@@ -125,9 +133,15 @@ def norm(
     Raises:
         ValueError, TypeError, KernelUnavailable: as `layer_norm`.
     """
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = (
+        normalized_shape
+        if type(normalized_shape) is tuple
+        else (normalized_shape,)
+        if isinstance(normalized_shape, int)
+        else tuple(normalized_shape)
+    )
     kind = _validate(input, shape, weight, bias, semantics)
-    choice = _backend.get() if backend is None else checked_backend(backend)
+    choice = _context.backend if backend is None else checked_backend(backend)
     if choice == "torch" or not (input.is_cuda or choice == "triton"):
         return _torch(input, shape, weight, bias, eps, kind)
     if reason := _needs_reference(input):
@@ -137,10 +151,7 @@ def norm(
     out_dtype = _result_dtype(input, weight, kind)
     if choice == "triton":
         _require_kernels(input, weight, bias, len(shape), kind, out_dtype)
-    arguments = (input, weight, bias, len(shape), float(eps), kind.name, out_dtype)
-    if torch.compiler.is_compiling():
-        return torch.ops.fastnorm.norm_forward(*arguments)[0]
-    return Norm.apply(*arguments)
+    return apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
 
 
 def _validate(
@@ -156,33 +167,44 @@ def _validate(
         raise ValueError(f"unknown semantics {semantics!r}; known: {', '.join(SEMANTICS)}")
     if not shape:
         raise ValueError("normalized_shape is empty; give at least one trailing dimension")
-    if tuple(input.shape[-len(shape) :]) != shape:
+    if input.shape[-len(shape) :] != shape:
         raise RuntimeError(
             f"normalized_shape={list(shape)} expects input with shape "
             f"[*, {', '.join(map(str, shape))}], but got input of size {list(input.shape)}"
         )
-    if not input.is_floating_point() or input.dtype.itemsize == 1:
+    if input.dtype not in _FLOATING:
         raise RuntimeError(
             f"expected a floating input of 16, 32 or 64 bits, got {input.dtype}; convert it first"
         )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.shape != shape and not (
-            name == "weight" and _per_head(parameter, input, shape, kind)
-        ):
-            raise RuntimeError(
-                f"expected {name} of shape {list(shape)} (the normalized_shape), "
-                f"got {list(parameter.shape)}"
-            )
-        if parameter.device != input.device:
-            raise RuntimeError(
-                f"expected all tensors on one device, got input on {input.device} and {name} on "
-                f"{parameter.device}; move one of them"
-            )
-        if not parameter.is_floating_point():
-            raise RuntimeError(f"expected a floating {name}, got {parameter.dtype}")
+    if weight is not None:
+        if weight.shape != shape and not _per_head(weight, input, shape, kind):
+            raise _shape_error("weight", weight, shape)
+        _validate_parameter("weight", weight, input)
+    if bias is not None:
+        if bias.shape != shape:
+            raise _shape_error("bias", bias, shape)
+        _validate_parameter("bias", bias, input)
     return kind
+
+
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def _validate_parameter(name: str, parameter: Tensor, input: Tensor) -> None:
+    if parameter.device != input.device:
+        raise RuntimeError(
+            f"expected all tensors on one device, got input on {input.device} and {name} on "
+            f"{parameter.device}; move one of them"
+        )
+    if parameter.dtype not in _FLOATING:
+        raise RuntimeError(f"expected a floating {name}, got {parameter.dtype}; convert it first")
+
+
+def _shape_error(name: str, parameter: Tensor, shape: tuple[int, ...]) -> RuntimeError:
+    return RuntimeError(
+        f"expected {name} of shape {list(shape)} (the normalized_shape), "
+        f"got {list(parameter.shape)}"
+    )
 
 
 def _per_head(weight: Tensor, input: Tensor, shape: tuple[int, ...], kind: Semantics) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,17 +70,15 @@ def forward_rows(
     rows, stride = _as_rows(x, hidden)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    problem = NormProblem(
+    problem = _problem(
         "forward",
         semantics,
         hidden,
-        name_of(x.dtype),
-        name_of(out_dtype),
-        None if weight is None else name_of(weight.dtype),
-        None if bias is None else name_of(bias.dtype),
-        False,
-        False,
-        False,
+        x.dtype,
+        out_dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        (False, False, False),
         stride_unit(stride),
         _aligned(rows, weight, bias),
     )
@@ -99,19 +98,47 @@ def backward_rows(
     x_rows, x_stride = _as_rows(x, hidden)
     dy_rows, dy_stride = _as_rows(dy, hidden)
     weight = None if weight is None else weight.contiguous()
-    problem = NormProblem(
+    problem = _problem(
         "backward",
         semantics,
         hidden,
-        name_of(x.dtype),
-        name_of(dy.dtype),
-        None if weight is None else name_of(weight.dtype),
-        None if bias is None else name_of(bias.dtype),
-        *mask,
+        x.dtype,
+        dy.dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        mask,
         stride_unit(x_stride, dy_stride),
         _aligned(x_rows, dy_rows, weight),
     )
     return Rows(problem, x_rows, x_stride, dy_rows, dy_stride, weight, bias, x.numel() // hidden)
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(
+    direction: Literal["forward", "backward"],
+    semantics: str,
+    hidden: int,
+    x_dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    mask: Mask,
+    unit: int,
+    aligned: bool,
+) -> NormProblem:
+    """Made once per kind of call: finding it costs less than making it."""
+    return NormProblem(
+        direction,
+        semantics,
+        hidden,
+        name_of(x_dtype),
+        name_of(y_dtype),
+        None if weight_dtype is None else name_of(weight_dtype),
+        None if bias_dtype is None else name_of(bias_dtype),
+        *mask,
+        unit,
+        aligned,
+    )
 
 
 def _as_rows(x: Tensor, hidden: int) -> tuple[Tensor, int]:

@@ -79,17 +79,7 @@ def forward(
             shape = stats_shape(x, normalized_ndim, SEMANTICS[semantics].centered)
             y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
             stats = torch.empty(shape, dtype=torch.float32, device=x.device)
-            with _current(kernel.index):
-                kernel(
-                    rows.x,
-                    rows.weight,
-                    rows.bias,
-                    eps,
-                    rows.rows,
-                    rows.x_row_stride,
-                    y,
-                    stats,
-                )
+            kernel(rows, eps, y, stats)
             routing.count("forward", kernel.route)
             return y, stats
     routing.count("forward", "torch")
@@ -127,19 +117,7 @@ def backward(
             dx = _result_like(x, mask[0])
             dw = _result_like(weight, mask[1])
             db = _result_like(bias, mask[2])
-            with _current(kernel.index):
-                kernel(
-                    rows.dy,
-                    rows.x,
-                    rows.weight,
-                    stats,
-                    rows.rows,
-                    rows.dy_row_stride,
-                    rows.x_row_stride,
-                    dx,
-                    dw,
-                    db,
-                )
+            kernel(rows, stats, dx, dw, db)
             routing.count("backward", kernel.route)
             return dx, dw, db
     routing.count("backward", "torch")
@@ -241,24 +219,6 @@ def _torch_backward(
         dx, dw = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, mask[:2])
         return dx, dw, None
     return reference.norm_backward(dy, x, weight, bias, mean, rstd, normalized_ndim, kind, mask)
-
-
-class _current:  # noqa: N801 - reads as a statement
-    """Make a device current for a launch, at no cost where it already is."""
-
-    __slots__ = ("_index",)
-
-    def __init__(self, index: int | None) -> None:
-        already = index is None or index == torch._C._cuda_getDevice()
-        self._index = None if already else index
-
-    def __enter__(self) -> None:
-        if self._index is not None:
-            self._index = torch.cuda._exchange_device(self._index)
-
-    def __exit__(self, *_: object) -> None:
-        if self._index is not None:
-            torch.cuda._maybe_exchange_device(self._index)
 
 
 def _backward_operator(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,7 +134,7 @@ def _verify(problem: NormProblem, limit: DeviceLimits, index: int) -> Verified:
         if plan is None:
             return Verified(decision)
         if index == INTERPRETER:
-            return Verified(decision, _launchable(plan, limit, None, None))
+            return Verified(decision, _interpreted(plan, limit))
         try:
             outcome = _build(plan, limit, index)
         except (FileNotFoundError, subprocess.CalledProcessError, RuntimeError) as error:
@@ -183,12 +183,20 @@ def check(plan: Plan, limit: DeviceLimits, figures: Compiled) -> Rejection | Non
     return None
 
 
-def _launchable(plan: Plan, limit: DeviceLimits, index: int | None, compiled: Any | None) -> Any:
+def _launchable(plan: Plan, limit: DeviceLimits, index: int, compiled: Any) -> Any:
     from fastnorm.kernels import launch
 
     if plan.problem.direction == "forward":
         return launch.forward_kernel(plan, limit.sm_count, index, compiled)
     finalize = None
-    if compiled is not None and not plan.one_launch and plan.problem.accumulators:
+    if not plan.one_launch and plan.problem.accumulators:
         finalize = launch.compile_finalize(plan, limit.capability)
+        finalize._init_handles()
     return launch.backward_kernel(plan, limit.sm_count, index, compiled, finalize)
+
+
+def _interpreted(plan: Plan, limit: DeviceLimits) -> Any:
+    from fastnorm.kernels.interpret import InterpretedBackward, InterpretedForward
+
+    forward = plan.problem.direction == "forward"
+    return (InterpretedForward if forward else InterpretedBackward)(plan, limit.sm_count)

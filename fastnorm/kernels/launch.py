@@ -3,8 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from fastnorm.kernels.finalize import norm_finalize
 from fastnorm.kernels.forward import norm_forward
 
 if TYPE_CHECKING:
+    from fastnorm.operands import Rows
     from fastnorm.plan import Plan
 
 _POINTER = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", None: "*fp32"}
@@ -156,9 +156,25 @@ def _compile(
     )
 
 
+class Scratch(NamedTuple):
+    """Partials [P, N] per accumulator and a semaphore with nobody waiting (zero but for its top
+    bit), with their addresses."""
+
+    partials: Tensor
+    semaphore: Tensor
+    partials_at: int
+    semaphore_at: int
+
+
+def _scratch(device: torch.device, floats: int, semaphore: Tensor | None = None) -> Scratch:
+    partials = torch.empty(floats, device=device, dtype=torch.float32)
+    if semaphore is None:
+        semaphore = torch.zeros(1, device=device, dtype=torch.int32)
+    return Scratch(partials, semaphore, partials.data_ptr(), semaphore.data_ptr())
+
+
 class Workspace:
-    """Scratch that outlives a launch: fp32 partials and the barrier's semaphore, per device and
-    stream.
+    """Scratch that outlives a launch, per device and stream.
 
     Reuse is safe because launches of one stream run in order. A launch that is captured into a
     CUDA graph gets its own, since the graph may be replayed beside eager work of the stream that
@@ -169,223 +185,173 @@ class Workspace:
     LARGEST_KEPT = 64 * 2**20
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._kept: dict[tuple[int, int], Scratch] = {}
 
-    def get(self, device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
-        """Partials (at least `floats` long) and a semaphore with nobody waiting (zero but for its
-        top bit)."""
+    def get(self, device: torch.device, index: int, stream: int, floats: int) -> Scratch:
+        """Scratch with room for `floats` partials."""
         if torch._C._cuda_isCurrentStreamCapturing() or floats * 4 > self.LARGEST_KEPT:
-            return _partials(device, floats), _semaphore(device)
-        key = (device.index, stream)
-        kept = self._kept.get(key)
-        if kept is None or kept[0].numel() < floats:
-            semaphore = _semaphore(device) if kept is None else kept[1]
-            self._kept[key] = kept = (_partials(device, floats), semaphore)
+            return _scratch(device, floats)
+        kept = self._kept.get((index, stream))
+        if kept is None or kept.partials.numel() < floats:
+            kept = _scratch(device, floats, None if kept is None else kept.semaphore)
+            self._kept[index, stream] = kept
         return kept
-
-
-def _partials(device: torch.device, floats: int) -> Tensor:
-    return torch.empty(floats, device=device, dtype=torch.float32)
-
-
-def _semaphore(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device, dtype=torch.int32)
 
 
 WORKSPACE = Workspace()
 
 
 class Launch:
-    """One kernel on one device, compiled or (where `compiled` is None) in Triton's interpreter."""
+    """One compiled kernel on one device."""
 
-    __slots__ = ("_compiled", "_constants", "_function", "_kernel", "_metadata", "_run", "_tail")
+    __slots__ = ("_compiled", "_function", "_metadata", "_run", "_tail")
 
-    def __init__(self, kernel: Any, compiled: Any | None, constants: dict[str, Any]) -> None:
-        self._kernel, self._compiled, self._constants = kernel, compiled, constants
-        self._tail = tuple(constants.values())
-        if compiled is not None:
-            self._run, self._function = compiled.run, compiled.function
-            self._metadata = compiled.packed_metadata
+    def __init__(self, compiled: Any, constants: dict[str, Any]) -> None:
+        self._compiled, self._tail = compiled, tuple(constants.values())
+        self._run, self._function = compiled.run, compiled.function
+        self._metadata = compiled.packed_metadata
 
-    def __call__(self, programs: int, stream: int, *args: Any) -> None:
-        """Launch on a stream; tensors may be given as their addresses where compiled."""
-        if self._compiled is None:
-            self._kernel[(programs,)](*args, **self._constants)
-        elif _hooked():
-            self._compiled[(programs, 1, 1)](*args, *self._tail)
+    def __call__(self, programs: int, stream: int, *args: int | float) -> None:
+        """Launch on a stream; pointers are addresses."""
+        hook = triton.knobs.runtime.launch_enter_hook
+        if hook is None or not getattr(hook, "calls", True):
+            # What `compiled[grid](...)` calls when no profiler is hooked in, at half its cost.
+            nothing = (self._function, self._metadata, None, None, None)
+            self._run(programs, 1, 1, stream, *nothing, *args, *self._tail)
         else:
-            # What `compiled[grid](...)` calls when nothing is hooked in, at half its cost.
-            self._run(
-                programs,
-                1,
-                1,
-                stream,
-                self._function,
-                self._metadata,
-                None,
-                None,
-                None,
-                *args,
-                *self._tail,
-            )
+            self._compiled[(programs, 1, 1)](*args, *self._tail)
 
 
-def _hooked() -> bool:
-    """Whether a profiler wants to see launches."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
-
-
-class _Kernel:
-    """What forward and backward share: a plan, made launchable on one device.
+class ForwardKernel:
+    """A verified forward plan, ready to launch on one device.
 
     Args:
         plan: what was compiled.
         sm_count: multiprocessors of the device.
-        index: of the device, or None for the interpreter.
-        launch: the kernel.
-        finalize: the separate final reduction, where the plan has one.
+        index: of the device.
+        launch: the compiled kernel.
     """
 
-    __slots__ = ("address", "finalize", "index", "launch", "plan", "route", "sm_count")
+    __slots__ = ("_index", "_launch", "_sm_count", "_unit", "plan", "route")
 
-    def __init__(
-        self,
-        plan: Plan,
-        sm_count: int,
-        index: int | None,
-        launch: Launch,
-        finalize: Launch | None = None,
-    ) -> None:
-        self.plan, self.sm_count, self.index = plan, sm_count, index
-        self.route = plan.route
-        self.launch, self.finalize = launch, finalize
-        self.address: Callable[[Tensor], Any] = _itself if index is None else Tensor.data_ptr
+    def __init__(self, plan: Plan, sm_count: int, index: int, launch: Launch) -> None:
+        self.plan, self.route = plan, plan.route
+        self._sm_count, self._index, self._launch = sm_count, index, launch
+        self._unit = plan.problem.stride_unit
 
-    def _stream(self) -> int:
-        return 0 if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class ForwardKernel(_Kernel):
-    """A compiled forward plan, ready to launch on one device."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        rows: int,
-        x_row_stride: int,
-        y: Tensor,
-        stats: Tensor,
-    ) -> None:
-        """Launch on the device's current stream; the device must be current.
+    def __call__(self, rows: Rows, eps: float, y: Tensor, stats: Tensor) -> None:
+        """Launch on the device's current stream.
 
         Args:
-            x: viewed as `[rows, N]` with unit column stride and the given row stride (elements).
-            weight, bias: `[N]` contiguous, or None.
+            rows: operands of the problem that was planned.
+            eps: added to the variance.
             y: `[rows, N]` contiguous, written.
             stats: `[2, rows]` fp32 (RMS: `[1, rows]`), written: rstd, mean.
         """
-        at = self.address
-        x_at = at(x)
-        self.launch(
-            self.plan.grid(rows, self.sm_count),
-            self._stream(),
+        x_at = rows.x.data_ptr()  # also stands in for what the plan's constexprs leave unread
+        args = (
             x_at,
-            x_at if weight is None else at(weight),
-            x_at if bias is None else at(bias),
-            at(y),
-            at(stats),
-            x_row_stride // self.plan.problem.stride_unit,
-            rows,
+            x_at if rows.weight is None else rows.weight.data_ptr(),
+            x_at if rows.bias is None else rows.bias.data_ptr(),
+            y.data_ptr(),
+            stats.data_ptr(),
+            rows.x_row_stride // self._unit,
+            rows.rows,
             eps,
         )
+        programs = self.plan.grid(rows.rows, self._sm_count)
+        _on_device(self._index, self._launch, programs, args)
 
 
-class BackwardKernel(_Kernel):
-    """A compiled backward plan, ready to launch on one device."""
+class BackwardKernel:
+    """A verified backward plan, ready to launch on one device.
+
+    Args:
+        plan: what was compiled.
+        sm_count: multiprocessors of the device.
+        index: of the device.
+        launch: the compiled kernel.
+        finalize: the separate final reduction, where the plan has one.
+    """
+
+    __slots__ = ("_finalize", "_index", "_launch", "_sm_count", "plan", "route")
+
+    def __init__(
+        self, plan: Plan, sm_count: int, index: int, launch: Launch, finalize: Launch | None
+    ) -> None:
+        self.plan, self.route = plan, plan.route
+        self._sm_count, self._index = sm_count, index
+        self._launch, self._finalize = launch, finalize
 
     def __call__(
         self,
-        dy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
+        rows: Rows,
         stats: Tensor,
-        rows: int,
-        dy_row_stride: int,
-        x_row_stride: int,
         dx: Tensor | None,
         dw: Tensor | None,
         db: Tensor | None,
     ) -> None:
-        """Launch on the device's current stream; the device must be current.
+        """Launch on the device's current stream.
 
         Args:
-            dy, x: viewed as `[rows, N]` with unit column stride and the given row strides
-                (elements).
-            weight: `[N]` contiguous, or None.
+            rows: operands of the problem that was planned.
             stats: `[2, rows]` fp32 (RMS: `[1, rows]`): rstd, mean.
             dx: `[rows, N]` contiguous; dw, db: `[N]`; written; None where the plan leaves them out.
         """
-        at, plan = self.address, self.plan
+        plan, index = self.plan, self._index
         p = plan.problem
-        programs, stream = plan.grid(rows, self.sm_count), self._stream()
+        programs = plan.grid(rows.rows, self._sm_count)
         floats = programs * p.hidden
         if plan.one_launch:
-            partials, semaphore = WORKSPACE.get(x.device, stream, floats * p.accumulators)
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            scratch = WORKSPACE.get(rows.x.device, index, stream, floats * p.accumulators)
         else:
             # Not kept: another thread's launches may come between this kernel and its reduction.
-            partials = semaphore = _partials(x.device, floats * p.accumulators)
-        x_at = at(x)  # also stands in for what the plan's constexprs leave unread
-        dw_partials = at(partials)
-        db_partials = dw_partials
-        if p.needs_dw and p.needs_db:
-            db_partials = at(partials[floats:]) if self.index is None else dw_partials + 4 * floats
-        dw_at = x_at if dw is None else at(dw)
-        db_at = x_at if db is None else at(db)
-        self.launch(
-            programs,
-            stream,
-            at(dy),
+            scratch = _scratch(rows.x.device, floats * p.accumulators)
+        x_at = rows.x.data_ptr()  # also stands in for what the plan's constexprs leave unread
+        partials = scratch.partials_at, scratch.partials_at + (4 * floats if p.needs_dw else 0)
+        results = x_at if dw is None else dw.data_ptr(), x_at if db is None else db.data_ptr()
+        args = (
+            rows.dy.data_ptr(),
             x_at,
-            x_at if weight is None else at(weight),
-            at(stats),
-            x_at if dx is None else at(dx),
-            dw_partials,
-            db_partials,
-            dw_at,
-            db_at,
-            at(semaphore),
-            dy_row_stride // p.stride_unit,
-            x_row_stride // p.stride_unit,
-            rows,
+            x_at if rows.weight is None else rows.weight.data_ptr(),
+            stats.data_ptr(),
+            x_at if dx is None else dx.data_ptr(),
+            *partials,
+            *results,
+            scratch.semaphore_at,
+            rows.dy_row_stride // p.stride_unit,
+            rows.x_row_stride // p.stride_unit,
+            rows.rows,
         )
-        if self.finalize is not None:
+        _on_device(index, self._launch, programs, args)
+        if self._finalize is not None:
             tiles = -(-p.hidden // plan.final_tile()[1])
-            self.finalize(tiles, stream, dw_partials, db_partials, dw_at, db_at, programs)
+            _on_device(index, self._finalize, tiles, (*partials, *results, programs))
 
 
-def forward_kernel(
-    plan: Plan, sm_count: int, index: int | None, compiled: Any | None
-) -> ForwardKernel:
-    """Make a forward plan launchable; `index` and `compiled` are None for the interpreter."""
-    launch = Launch(norm_forward, compiled, forward_constants(plan))
-    return ForwardKernel(plan, sm_count, index, launch)
+def _on_device(index: int, launch: Launch, programs: int, args: tuple[int | float, ...]) -> None:
+    """Launch on a device's current stream; make the device current if it is not."""
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    if index == torch._C._cuda_getDevice():
+        launch(programs, stream, *args)
+        return
+    previous = torch.cuda._exchange_device(index)
+    try:
+        launch(programs, stream, *args)
+    finally:
+        torch.cuda._maybe_exchange_device(previous)
+
+
+def forward_kernel(plan: Plan, sm_count: int, index: int, compiled: Any) -> ForwardKernel:
+    """Make a compiled forward plan launchable on a device."""
+    return ForwardKernel(plan, sm_count, index, Launch(compiled, forward_constants(plan)))
 
 
 def backward_kernel(
-    plan: Plan, sm_count: int, index: int | None, compiled: Any | None, finalize: Any | None
+    plan: Plan, sm_count: int, index: int, compiled: Any, finalize: Any | None
 ) -> BackwardKernel:
-    """Make a backward plan launchable; `index` and what is compiled are None for the
-    interpreter."""
-    launch = Launch(norm_backward, compiled, backward_constants(plan))
-    reduction = None
-    if plan.problem.accumulators and not plan.one_launch:
-        reduction = Launch(norm_finalize, finalize, finalize_constants(plan))
+    """Make a compiled backward plan launchable on a device."""
+    reduction = None if finalize is None else Launch(finalize, finalize_constants(plan))
+    launch = Launch(compiled, backward_constants(plan))
     return BackwardKernel(plan, sm_count, index, launch, reduction)
