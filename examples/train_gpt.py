@@ -122,6 +122,12 @@ class Plan:
 def check(plan: Plan) -> None:
     """Raises a usage error for options that do not go together."""
     size = plan.size
+    if plan.accelerator == "gpu" and not torch.cuda.is_available():
+        raise typer.BadParameter("--accelerator gpu: torch finds no GPU here; leave it out")
+    if plan.accelerator == "gpu" and plan.devices > torch.cuda.device_count():
+        raise typer.BadParameter(
+            f"--devices {plan.devices}: there are {torch.cuda.device_count()} GPUs here"
+        )
     if size.batch % plan.replicas:
         raise typer.BadParameter(
             f"--batch {size.batch} is for all {plan.replicas} devices: a multiple of that, please"
@@ -130,12 +136,6 @@ def check(plan: Plan) -> None:
         raise typer.BadParameter(
             f"--strategy tp splits {size.heads} heads and --context {size.context} over --devices "
             f"{plan.devices}: choose a number of devices that divides both"
-        )
-    if plan.accelerator == "gpu" and not torch.cuda.is_available():
-        raise typer.BadParameter("--accelerator gpu: torch finds no GPU here; leave it out")
-    if plan.accelerator == "gpu" and plan.devices > torch.cuda.device_count():
-        raise typer.BadParameter(
-            f"--devices {plan.devices}: there are {torch.cuda.device_count()} GPUs here"
         )
 
 

@@ -1,0 +1,147 @@
+"""One of two gloo processes: a small GPT under each engine, with torch's and fastnorm's norms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fastnorm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from gpt import (  # noqa: E402
+    GPT,
+    NORMS,
+    Block,
+    GPTConfig,
+    shard_data_parallel,
+    shard_tensor_parallel,
+)
+
+PROCESSES = 2
+ENGINES = ("ddp", "fsdp1", "fsdp2", "fsdp2_bf16", "hsdp", "tp")
+#: When the norms are replaced: never, before the engine takes the model, or after.
+WHEN = ("never", "before", "after")
+
+
+def run_all(rank: int, port: int, out: str, cases: list[tuple[str, str, str, str]]) -> None:
+    """Runs every (engine, norm, when, backend) and saves what rank 0 saw of each."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, PROCESSES, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
+    results = {case: _run(rank, *case) for case in cases}
+    if rank == 0:
+        torch.save(results, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def build(norm: str) -> GPT:
+    """The model of every case, the same numbers each time; no weight is all ones."""
+    torch.manual_seed(0)
+    config = GPTConfig(width=16, layers=2, heads=2, context=8, vocabulary=32, norm=norm)
+    gpt = GPT(config)
+    for module in gpt.modules():
+        if isinstance(module, tuple(NORMS.values())):
+            nn.init.normal_(module.weight, mean=1.0, std=0.3)
+    return gpt
+
+
+def tokens() -> Tensor:
+    """[4, 9] of int64: four windows of eight tokens and their successors."""
+    return torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def _wrap(engine: str, gpt: GPT) -> nn.Module:
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    if engine == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            gpt, static_graph=True, gradient_as_bucket_view=True
+        )
+    if engine == "fsdp1":
+        policy = ModuleWrapPolicy({Block, nn.LayerNorm, nn.RMSNorm})
+        return FullyShardedDataParallel(
+            gpt, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    if engine == "fsdp2":
+        shard_data_parallel(gpt, mesh)
+    elif engine == "fsdp2_bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in gpt.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(gpt, mesh=mesh, mp_policy=policy)
+    elif engine == "hsdp":
+        names = ("replicate", "shard")
+        shard_data_parallel(gpt, init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=names))
+    else:
+        shard_tensor_parallel(gpt, mesh)
+    return gpt
+
+
+def _run(rank: int, engine: str, norm: str, when: str, backend: str) -> dict[str, Any]:
+    gpt = build(norm)
+    if when == "before":
+        fastnorm.patch(gpt)
+    model = _wrap(engine, gpt)
+    if when == "after":
+        fastnorm.patch(gpt)
+    outputs: list[object] = []
+    gpt.norm.register_forward_hook(lambda module, args, y: outputs.append(_layout(y)))
+    batch = tokens()
+    if engine != "tp":  # tensor parallel processes see the same rows, the others their share
+        batch = batch.chunk(PROCESSES)[rank]
+    fastnorm.reset_stats()
+    with fastnorm.backend(backend):
+        loss = loss_of(model, batch)
+        loss.backward()
+    stats = fastnorm.stats()
+    mean_loss = loss.detach().clone()
+    dist.all_reduce(mean_loss)
+    gradients = _per_parameter(engine, model, gpt, _full)
+    layouts = _per_parameter(engine, model, gpt, _layout)
+    return {
+        "loss": mean_loss / PROCESSES,
+        "gradients": gradients,
+        "gradient_layouts": layouts,
+        "output_layouts": outputs,
+        # FSDP1 would warn of its own deprecated tensors here, and is going away.
+        "state_keys": [] if engine == "fsdp1" else sorted(get_model_state_dict(model)),
+        "calls": {"forward": stats.forward, "backward": stats.backward},
+    }
+
+
+def _per_parameter(
+    engine: str, model: nn.Module, gpt: GPT, read: Callable[[Tensor], Any]
+) -> dict[str, Any]:
+    """What `read` says of each gradient, by the names of the model before it was wrapped."""
+    if engine != "fsdp1":
+        return {name: read(p.grad) for name, p in gpt.named_parameters()}
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        wrapper = "_fsdp_wrapped_module."
+        return {n.replace(wrapper, ""): read(p.grad) for n, p in model.named_parameters()}
+
+
+def _full(gradient: Tensor) -> Tensor:
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return whole.detach().clone()
+
+
+def _layout(tensor: Tensor) -> str:
+    """How a tensor lies on the devices, as text."""
+    return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"

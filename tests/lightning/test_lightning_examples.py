@@ -1,0 +1,110 @@
+"""Every example runs, on one process and on two, and says what is wrong with its options."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NORMS_IN_SMALL_GPT = 9
+
+
+def _run(folder: Path, script: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / script, *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _runs(folder: Path, name: str) -> list[dict]:
+    return json.loads((folder / "runs" / name / "runs.json").read_text())
+
+
+def test_gpt_compares_both_norms_from_one_start(tmp_path: Path) -> None:
+    text = _run(tmp_path, "train_gpt.py", "--steps", "2", "--compare", "--accelerator", "cpu")
+    torch_run, fast_run = _runs(tmp_path, "train_gpt")
+    assert [torch_run["name"], fast_run["name"]] == ["torch", "fastnorm"]
+    assert len(fast_run["train_losses"]) == 2
+    assert fast_run["train_losses"] == torch_run["train_losses"]
+    assert fast_run["validation_losses"] == torch_run["validation_losses"]
+    assert torch_run["calls"] == {"forward": {}, "backward": {}}
+    assert sum(fast_run["calls"]["backward"].values()) == 2 * NORMS_IN_SMALL_GPT
+    assert fast_run["decision"] in text.replace("\r", "")
+    assert f"fastnorm: norms replaced: {NORMS_IN_SMALL_GPT} layer" in text
+    assert (tmp_path / "runs" / "train_gpt" / "losses.png").stat().st_size > 10_000
+    lines = (tmp_path / "runs" / "train_gpt" / "losses.csv").read_text().splitlines()
+    assert lines[0] == "step,train_loss_torch,train_loss_fastnorm"
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
+def test_gpt_on_two_processes_replaces_every_norm(tmp_path: Path, strategy: str) -> None:
+    options = ["--steps", "2", "--batch", "4", "--context", "32", "--norm", "rms"]
+    two = ["--strategy", strategy, "--devices", "2", "--accelerator", "cpu"]
+    text = _run(tmp_path, "train_gpt.py", *options, *two)
+    (run,) = _runs(tmp_path, "train_gpt")
+    assert text.count(f"fastnorm: norms replaced: {NORMS_IN_SMALL_GPT} rms") == 1
+    assert sum(run["calls"]["backward"].values()) == 2 * NORMS_IN_SMALL_GPT
+    assert len(run["train_losses"]) == 2
+
+
+def test_vit_runs(tmp_path: Path) -> None:
+    _run(tmp_path, "train_vit.py", "--steps", "2", "--compare", "--accelerator", "cpu")
+    torch_run, fast_run = _runs(tmp_path, "train_vit")
+    assert fast_run["train_losses"] == torch_run["train_losses"]
+    assert sum(fast_run["calls"]["backward"].values()) == 2 * 9
+
+
+def test_lightning_cli_runs_from_its_config_file(tmp_path: Path) -> None:
+    folder = EXAMPLES / "lightning_cli"
+    options = ["--config", str(folder / "config.yaml"), "--data.steps=2", "--data.batch=4"]
+    two_steps = ["--trainer.accelerator=cpu", "--trainer.val_check_interval=1"]
+    text = _run(tmp_path, "lightning_cli/main.py", "fit", *options, *two_steps)
+    assert f"fastnorm: norms replaced: {NORMS_IN_SMALL_GPT} rms" in text
+    assert "fastnorm: calls by route" in text
+
+
+@pytest.fixture(scope="module")
+def gpt_app() -> typer.Typer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        module = importlib.import_module("train_gpt")
+    app = typer.Typer()
+    app.command()(module.main)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--norm", "batch"], "layer"),
+        (["--size", "huge"], "medium"),
+        (["--steps", "0"], "--steps"),
+        (["--strategy", "deepspeed"], "fsdp"),
+        (["--precision", "8"], "bf16-mixed"),
+        (["--strategy", "ddp", "--devices", "3"], "multiple"),
+        (["--strategy", "tp", "--devices", "3"], "divides both"),
+        (["--no-such-option"], "No such option"),
+        (["--accelerator", "gpu", "--devices", "999"], "GPU"),
+    ],
+    ids=lambda value: "_".join(value).strip("-") if isinstance(value, list) else "",
+)
+def test_options_that_do_not_fit_give_a_usage_error(
+    gpt_app: typer.Typer, options: list[str], message: str
+) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(gpt_app, options)
+    assert result.exit_code == 2
+    assert "Usage:" in result.output
+    assert message in result.output
