@@ -13,6 +13,7 @@ from fastnorm.patching.recipe import Recipe, Refusal
 from fastnorm.patching.recognition import recognise
 from fastnorm.patching.report import Patched, Report, Skipped
 from fastnorm.patching.selection import Selection, Selectors
+from fastnorm.patching.standin import full_shape
 from fastnorm.patching.swap import check_restorable, is_patched, restore, swap
 
 
@@ -104,7 +105,7 @@ def _entry(name: str, module: nn.Module, recipe: Recipe) -> Patched:
     weight = None if recipe.weight is None else getattr(module, recipe.weight)
     shape = None if recipe.shape is None else getattr(module, recipe.shape)
     if shape is None and weight is not None:
-        shape = weight.shape[-1:]
+        shape = full_shape(weight)[-1:]
     return Patched(
         name=name,
         class_name=type(module).__name__,

@@ -65,8 +65,11 @@ class Recipe:
             return self.under_autocast
         return self.semantics
 
-    def defers(self, module: nn.Module, input: Tensor) -> bool:
+    def defers(self, module: nn.Module, input: object) -> bool:
         """Whether this call is outside what recognition compared and stays with the original."""
+        if not isinstance(input, Tensor) or torch.jit.is_tracing():
+            # torch.fx (with proxies) and torch.jit.trace record what they would without fastnorm.
+            return True
         if self.exact:
             return False
         if self.kind(input) == "original" or input.dtype not in PROBED_DTYPES:

@@ -115,10 +115,10 @@ def _exact(cls: type[nn.Module]) -> Recipe | None:
     """The recipe of torch's own two, and of subclasses that leave their forward alone."""
     if cls.__call__ is not nn.Module.__call__:
         return None
-    if issubclass(cls, nn.LayerNorm) and cls.forward is nn.LayerNorm.forward:
-        return _LAYER
-    if issubclass(cls, nn.RMSNorm) and cls.forward is nn.RMSNorm.forward:
-        return _RMS
+    for base, recipe in ((nn.LayerNorm, _LAYER), (nn.RMSNorm, _RMS)):
+        if issubclass(cls, base) and cls.forward is base.forward:
+            # Another tool may have put a forward of its own into torch's class.
+            return recipe if base.forward.__module__ == base.__module__ else None
     return None
 
 
@@ -139,7 +139,8 @@ def _swap_obstacle(module: nn.Module) -> Refusal | None:
     if isinstance(module, torch.jit.ScriptModule):
         return Refusal("it is a TorchScript module")
     cls = type(module)
-    if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
+    bases = (base for base in cls.__mro__[:-1] if base.__module__ != "typing")
+    if any("__init_subclass__" in vars(base) for base in bases):
         return Refusal("its class reacts to being subclassed (__init_subclass__)", unknown=True)
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return Refusal("its class defines its own pickling", unknown=True)

@@ -65,9 +65,6 @@ class Report:
     def __len__(self) -> int:
         return len(self.patched)
 
-    def __bool__(self) -> bool:
-        return True
-
     def __enter__(self) -> Report:
         return self
 

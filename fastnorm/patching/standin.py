@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import math
 import types
 
 import torch
@@ -46,16 +47,21 @@ def configuration(module: nn.Module) -> tuple[object, ...]:
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return (
         type(module),
-        tuple((name, None if t is None else tuple(t.shape)) for name, t in tensors),
+        tuple((name, None if t is None else full_shape(t)) for name, t in tensors),
         tuple((name, repr(value)) for name, value in sorted(own_attributes(module).items())),
     )
+
+
+def full_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape a parameter has during its layer's call; DeepSpeed's ZeRO-3 empties it between."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def obstacle(module: nn.Module) -> Refusal | None:
     """What keeps a norm-like module from being tried out at all."""
     if module._modules:
         # Its inner norms are modules of their own and are looked at by themselves.
-        return Refusal("a composite: norms inside it are taken one by one")
+        return Refusal("it has child modules: norms among them are taken one by one")
     cls = type(module)
     if cls.__call__ is not nn.Module.__call__ or cls.__getattr__ is not nn.Module.__getattr__:
         return Refusal("its class overrides __call__ or __getattr__", unknown=True)
@@ -75,8 +81,9 @@ def _unusual_state(module: nn.Module) -> Refusal | None:
             continue
         if not tensor.is_floating_point() or torch.finfo(tensor.dtype).bits < 16:
             return Refusal(f"its {name} is of dtype {tensor.dtype}", unknown=True)
-        if not 1 <= tensor.dim() <= 2 or tensor.numel() > _MOST_FEATURES:
-            return Refusal(f"its {name} has shape {list(tensor.shape)}", unknown=True)
+        shape = full_shape(tensor)
+        if not 1 <= len(shape) <= 2 or not 0 < math.prod(shape) <= _MOST_FEATURES:
+            return Refusal(f"its {name} has shape {list(shape)}", unknown=True)
     if len([t for _, t in tensors if t is not None]) > 3:
         return Refusal("it has more parameters than a norm", unknown=True)
     for name, value in own_attributes(module).items():
@@ -113,7 +120,7 @@ class StandIn:
                 if tensor is not None:
                     # Far from 1 and of both signs, so that `1 + w` rounds in half precision too.
                     self._values[name] = 3 * torch.randn(
-                        tensor.shape, generator=generator, **ON_CPU
+                        full_shape(tensor), generator=generator, **ON_CPU
                     )
         self._before = self._attributes()
         self._parameters = dict.fromkeys(module._parameters)

@@ -79,10 +79,19 @@ def restore(module: nn.Module, name: str) -> None:
 
 
 def check_restorable(module: nn.Module, name: str) -> None:
-    """Raise RuntimeError where something else changed a patched module's class afterwards."""
-    if is_patched(module) and "_fastnorm_original" not in vars(type(module)):
+    """Raise RuntimeError where something else built on a patched module since."""
+    if not is_patched(module):
+        return
+    shown = name or "(root)"
+    if "_fastnorm_original" not in vars(type(module)):
         raise RuntimeError(
-            f"layer {name or '(root)'!r} became a {type(module).__name__} after it was patched; "
-            "undo that first (for a parametrization: "
-            "torch.nn.utils.parametrize.remove_parametrizations), then unpatch"
+            f"layer {shown!r} became a {type(module).__name__} after it was patched; undo that "
+            "first (for a parametrization: torch.nn.utils.parametrize.remove_parametrizations), "
+            "then unpatch"
+        )
+    if "forward" in vars(module):
+        raise RuntimeError(
+            f"layer {shown!r} got a forward of its own after it was patched, which may hold the "
+            "patched one; take that off first (for accelerate: accelerate.hooks."
+            "remove_hook_from_module), then unpatch"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
@@ -264,9 +265,12 @@ def test_meta_model_is_patched_then_made_and_reset() -> None:
     assert model(sample()).isfinite().all()
 
 
-def test_weight_that_exists_only_within_the_call() -> None:
+@pytest.mark.parametrize("cls", [nn.LayerNorm, LlamaLike])
+def test_weight_that_exists_only_within_the_call(cls: type[nn.Module]) -> None:
     """B130, B131: ZeRO-3 gathers in a pre-hook and releases in a hook; each fires once."""
-    module, full, fired = randomized(nn.LayerNorm(N)), torch.randn(N), []
+    module, full, fired = randomized(cls(N)), torch.randn(N), []
+    plain = copy.deepcopy(module)
+    plain.weight.data = full
 
     def gather(layer: nn.Module, args: object) -> None:
         fired.append("gather")
@@ -277,13 +281,13 @@ def test_weight_that_exists_only_within_the_call() -> None:
         layer.weight.data = torch.empty(0)
 
     module.weight.data = torch.empty(0)
+    module.weight.ds_shape = torch.Size([N])
     module.register_forward_pre_hook(gather)
     module.register_forward_hook(release)
-    fastnorm.patch(module)
+    assert fastnorm.patch(module).patched[0].hidden == N
     y = module(sample())
     assert fired == ["gather", "release"]
-    expected = nn.functional.layer_norm(sample(), (N,), full, module.bias, module.eps)
-    assert torch.equal(y, expected)
+    assert torch.equal(y, plain(sample()))
     assert module.weight.numel() == 0
 
 
@@ -446,6 +450,27 @@ def test_compiled_before_and_after_patching(cls: type[nn.Module]) -> None:
     assert torch.equal(compiled(x), expected)
 
 
+@pytest.mark.parametrize("cls", RECOGNISED, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_program_needs_no_fastnorm(cls: type[nn.Module], strict: bool) -> None:
+    model = nn.Sequential(randomized(cls()))
+    x = input_for(model[0])
+    expected = model(x)
+    fastnorm.patch(model)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert torch.equal(program.module()(x), expected)
+    assert not any("fastnorm" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_by_fx_and_jit_as_before() -> None:
+    model = nn.Sequential(randomized(LlamaLike()), randomized(nn.LayerNorm(N)))
+    expected = model(sample())
+    fastnorm.patch(model)
+    assert torch.equal(torch.fx.symbolic_trace(model)(sample()), expected)
+    assert torch.equal(torch.jit.trace(model, (sample(),))(sample()), expected)
+
+
 def test_wrapper_of_torch_compile_is_looked_into(block: nn.Module) -> None:
     report = fastnorm.patch(torch.compile(block, backend="eager"))
     assert len(report) == NORMS
@@ -475,6 +500,32 @@ def test_forward_on_the_instance_is_respected() -> None:
         report = fastnorm.patch(module)
     assert "replaced on the instance" in report.skipped[0].reason
     assert type(module) is nn.LayerNorm
+
+
+def test_forward_wrapped_after_patching_blocks_the_undo() -> None:
+    """The wrapper may hold the patched forward: restoring the class would not restore the layer."""
+    module = nn.LayerNorm(N)
+    report = fastnorm.patch(module)
+    module.forward = functools.partial(module.forward)
+    for undo in (report.undo, lambda: fastnorm.unpatch(module)):
+        with pytest.raises(RuntimeError, match="got a forward of its own"):
+            undo()
+    del module.forward
+    report.undo()
+    assert type(module) is nn.LayerNorm
+
+
+def test_forward_of_another_tool_in_torch_s_class_is_not_taken_for_torch_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def doubled(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+        return 2 * nn.functional.layer_norm(input, self.normalized_shape, self.weight, self.bias)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", doubled)
+    monkeypatch.setattr(recognition, "_fingerprints", {})
+    with pytest.warns(UserWarning):
+        report = fastnorm.patch(nn.LayerNorm(N))
+    assert "no kind of norm known here" in report.skipped[0].reason
 
 
 class Doubled(nn.Module):
