@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastnorm import ops, reference
+from fastnorm import ops, reference, sharding
 from fastnorm.operands import Mask
 from fastnorm.ops import LIBRARY, Grads
 from fastnorm.semantics import SEMANTICS
@@ -97,6 +97,7 @@ def _below_dispatcher(x: Tensor) -> bool:
 def _call_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if _below_dispatcher(x):
         return ops.forward(x, *args)
+    sharding.ensure_registered(x)
     return torch.ops.fastnorm.norm_forward.default(x, *args)
 
 
