@@ -145,8 +145,9 @@ def _torch_norm(
         return _single_feature(x, weight, bias)
     dtypes = {p.dtype for p in (weight, bias) if p is not None}
     half_on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
-    if dtypes <= {x.dtype} or (half_on_cpu and dtypes == {torch.float32}):
-        # The CPU's operator takes half input with fp32 parameters; no other mix is accepted.
+    if dtypes <= {x.dtype} or (half_on_cpu and dtypes == {torch.float32} and weight is not None):
+        # The CPU's operator takes half input with fp32 parameters; no other mix is accepted, and
+        # its backward fails on a bias without a weight.
         return F.layer_norm(x, shape, weight, bias, eps)
     return _layer_fp32(x, shape, weight, bias, eps)
 
