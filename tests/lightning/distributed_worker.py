@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.nn import functional as F
 
 import fastnorm
@@ -34,18 +41,74 @@ PROCESSES = 2
 ENGINES = ("ddp", "fsdp1", "fsdp2", "fsdp2_bf16", "hsdp", "tp")
 #: When the norms are replaced: never, before the engine takes the model, or after.
 WHEN = ("never", "before", "after")
+#: (engine, norm, when, backend) of the whole models.
+CASES = [(*case, "auto") for case in itertools.product(ENGINES, NORMS, WHEN)]
+KERNEL_CASES = [(e, norm, "after", "triton") for e in ("ddp", "fsdp2", "tp") for norm in NORMS]
+
+PLACEMENTS = {
+    "replicated": Replicate(),
+    "batch": Shard(0),
+    "sequence": Shard(1),
+    "normalised": Shard(2),
+}
+#: torch's own rms_norm raises for this, and so do we on its operators.
+TORCH_REFUSES = ("rms", "normalised")
+#: (norm, placement, backend) of the single norms.
+PLACEMENT_CASES = [
+    case
+    for case in itertools.product(NORMS, PLACEMENTS, ("auto", "triton"))
+    if case != (*TORCH_REFUSES, "auto")
+]
 
 
-def run_all(rank: int, port: int, out: str, cases: list[tuple[str, str, str, str]]) -> None:
-    """Runs every (engine, norm, when, backend) and saves what rank 0 saw of each."""
+def run_all(rank: int, port: int, out: str) -> None:
+    """Runs every case and saves what rank 0 saw of each: whole models, then single norms."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, PROCESSES, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-    results = {case: _run(rank, *case) for case in cases}
+    models = {case: _run(rank, *case) for case in (*CASES, *KERNEL_CASES)}
+    norms = {case: _norm_of_dtensor(*case) for case in PLACEMENT_CASES}
     if rank == 0:
-        torch.save(results, out)
+        torch.save((models, norms), out)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _norm_of_dtensor(norm: str, where: str, backend: str) -> dict[str, Any]:
+    """Values, gradients and placements of torch's norm and of the same norm patched."""
+    placement = PLACEMENTS[where]
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    layer, x, dy = norm_and_input(norm)
+    layer = distribute_module(layer, mesh)
+    found = {}
+    for name in ("torch", "fastnorm"):
+        if name == "fastnorm":
+            fastnorm.patch(layer)
+        elif (norm, where) == TORCH_REFUSES:
+            continue
+        layer.zero_grad()
+        leaf = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        fastnorm.reset_stats()
+        with fastnorm.backend(backend):
+            y = layer(leaf)
+            y.backward(distribute_tensor(dy, mesh, [Replicate()]))
+        results = {"y": y, "x": leaf.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+        found[name] = {
+            "values": {n: _full(t) for n, t in results.items()},
+            "layouts": {n: _layout(t) for n, t in results.items()},
+            "calls": {**fastnorm.stats().forward, **fastnorm.stats().backward},
+        }
+    return found
+
+
+def norm_and_input(norm: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A norm over 8 features with weights that are not ones; x and dy, [4, 6, 8]."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 4, 6, 8, generator=generator)
+    layer = NORMS[norm](8)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, mean=1.0, generator=generator)
+    return layer, x, dy
 
 
 def build(norm: str) -> GPT:

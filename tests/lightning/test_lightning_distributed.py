@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
-from pathlib import Path
 from typing import Any
 
 import distributed_worker as worker
@@ -12,31 +10,37 @@ import pytest
 import torch
 import torch.multiprocessing
 
-NORMS = ("layer", "rms")
-CASES = [(*case, "auto") for case in itertools.product(worker.ENGINES, NORMS, worker.WHEN)]
-KERNEL_CASES = [(e, norm, "after", "triton") for e in ("ddp", "fsdp2") for norm in NORMS]
+NORMS = tuple(worker.NORMS)
 NORMS_IN_MODEL = 5
 
 #: Other orders of summation alone give up to 6 roundings (measured: tensor parallelism; 3 for the
 #: data parallel engines, 4 with the kernels).
 RELATIVE = 20 * torch.finfo(torch.float32).eps
 
+Results = dict[tuple[str, ...], dict[str, Any]]
+
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, dict[str, Any]]:
-    """All cases in one pair of processes, whose start takes longer than the cases."""
+def both_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    """Whole models and single norms, in one pair of processes: their start takes the longest."""
     out = tmp_path_factory.mktemp("distributed") / "results.pt"
-    return run_in_two_processes(out, CASES)
-
-
-def run_in_two_processes(out: Path, cases: list[tuple]) -> dict[tuple, dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(
-        worker.run_all, args=(port, str(out), cases), nprocs=worker.PROCESSES
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        torch.multiprocessing.spawn(worker.run_all, (port, str(out)), nprocs=worker.PROCESSES)
     return torch.load(out, weights_only=False)
+
+
+@pytest.fixture
+def results(both_results: tuple[Results, Results]) -> Results:
+    return both_results[0]
+
+
+@pytest.fixture
+def placement_results(both_results: tuple[Results, Results]) -> Results:
+    return both_results[1]
 
 
 def one_process(norm: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -60,7 +64,7 @@ def assert_as_one_process(result: dict[str, Any], norm: str) -> None:
 @pytest.mark.parametrize("engine", [e for e in worker.ENGINES if e != "fsdp2_bf16"])
 @pytest.mark.parametrize("when", worker.WHEN)
 def test_loss_and_gradients_are_those_of_one_process(
-    results: dict, engine: str, norm: str, when: str
+    results: Results, engine: str, norm: str, when: str
 ) -> None:
     assert_as_one_process(results[engine, norm, when, "auto"], norm)
 
@@ -68,7 +72,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("engine", worker.ENGINES)
 def test_patched_before_or_after_wrapping_nothing_differs_from_torch_norms(
-    results: dict, engine: str, norm: str
+    results: Results, engine: str, norm: str
 ) -> None:
     plain = results[engine, norm, "never", "auto"]
     for when in ("before", "after"):
@@ -82,28 +86,43 @@ def test_patched_before_or_after_wrapping_nothing_differs_from_torch_norms(
             assert sum(calls.values()) == NORMS_IN_MODEL
 
 
-def test_the_sequence_is_split_between_the_norms_of_tensor_parallelism(results: dict) -> None:
+def test_the_sequence_is_split_between_the_norms_of_tensor_parallelism(results: Results) -> None:
     for norm in NORMS:
         result = results["tp", norm, "after", "auto"]
         assert result["output_layouts"] == ["(Shard(dim=1),)"]
         assert result["gradient_layouts"]["norm.weight"] == "(Partial(sum),)"
 
 
-@pytest.fixture(scope="module")
-def kernel_results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, dict[str, Any]]:
-    """The kernels themselves, in Triton's interpreter, below each engine."""
-    out = tmp_path_factory.mktemp("distributed_kernels") / "results.pt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        return run_in_two_processes(out, KERNEL_CASES)
-
-
-@pytest.mark.parametrize("case", KERNEL_CASES, ids="-".join)
-def test_kernels_below_an_engine_give_what_one_process_gives(
-    kernel_results: dict, case: tuple
-) -> None:
-    result = kernel_results[case]
-    assert_as_one_process(result, case[1])
+@pytest.mark.parametrize("case", worker.KERNEL_CASES, ids="-".join)
+def test_kernels_below_an_engine_give_what_one_process_gives(results: Results, case: tuple) -> None:
+    engine, norm, when, _ = case
+    result = results[case]
+    assert_as_one_process(result, norm)
+    for what in ("output_layouts", "gradient_layouts"):
+        assert result[what] == results[engine, norm, when, "auto"][what]
     for calls in result["calls"].values():
         assert {route.partition(":")[0] for route in calls} == {"triton"}
         assert sum(calls.values()) == NORMS_IN_MODEL
+
+
+@pytest.mark.parametrize("case", worker.PLACEMENT_CASES, ids="-".join)
+def test_a_norm_of_a_dtensor_is_laid_out_as_torchs(
+    placement_results: Results, case: tuple[str, str, str]
+) -> None:
+    norm, placement, backend = case
+    ours = placement_results[case]["fastnorm"]
+    route = "torch" if backend == "auto" else "triton"
+    assert {key.partition(":")[0] for key in ours["calls"]} == {route}
+    plain = (
+        placement_results[case].get("torch")
+        or placement_results["layer", placement, "auto"]["torch"]
+    )
+    for name, layout in ours["layouts"].items():
+        assert layout == plain["layouts"][name]
+    layer, x, dy = worker.norm_and_input(norm)
+    y = layer(x.requires_grad_())
+    y.backward(dy)
+    expected = {"y": y, "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+    for name, value in ours["values"].items():
+        apart = (value - expected[name]).abs().max()
+        assert apart <= RELATIVE * expected[name].abs().max(), f"{name}: {apart}"
