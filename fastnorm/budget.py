@@ -18,12 +18,13 @@ class Tiling:
     Args:
         block_m: rows per step.
         chunk: columns per chunk, a power of two.
-        chunks: chunks per row; chunk·chunks >= N.
+        chunks: chunks per row, or per slice of a split row.
         warps: warps per program.
         stages: steps whose rows are in flight or in use at once (1: no staging in shared memory).
         keep_row: x and dy stay in registers between the reduction and the output (else they are
             read again).
         keep_weight: the weight stays in registers for all rows (else it is read again for each).
+        split: programs that share a row, a power of two.
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class Tiling:
     stages: int
     keep_row: bool
     keep_weight: bool
+    split: int = 1
 
     @property
     def elements_per_thread(self) -> int:
@@ -50,28 +52,38 @@ class Footprint:
     partial_bytes: int
 
 
+#: fp32 temporaries per element, by direction and by whether the inputs are fp32 already.
+_TEMPORARIES = {
+    ("backward", False): 1.2,
+    ("backward", True): 0.7,
+    ("forward", False): 0.7,
+    ("forward", True): 0.3,
+}
+
+
 def footprint(problem: NormProblem, tiling: Tiling) -> Footprint:
     """Predict what a program of this tiling uses.
 
-    Registers per thread: 16 + E·(x + dy + accumulators + temporaries + weight), in 32-bit words per
-        element. The
-    temporaries (1.2 where halves are widened, 0.7 for fp32) were fitted to 2,100 compiled plans
-    (ptxas 12.8, sm_90).
+    Registers per thread: 16 + E·(x + dy + accumulators + temporaries + weight), in 32-bit words
+    per element. The temporaries were fitted to 3,000 compiled plans (ptxas 12.8, sm_90).
     """
     e = tiling.elements_per_thread
     backward = problem.direction == "backward"
     row_inputs = [problem.x_dtype] + ([problem.y_dtype] if backward else [])
     words = sum(ITEM_SIZE[d] for d in row_inputs) / 4
-    temporaries = 0.7 if words == len(row_inputs) else 1.2
+    temporaries = _TEMPORARIES[problem.direction, words == len(row_inputs)]
     per_element: float = problem.accumulators if backward else 0
     if tiling.keep_row:
-        per_element += words + temporaries
+        # A split row is kept for one more step, beside the next one.
+        per_element += words * (1 if tiling.split == 1 else 2) + temporaries
         held = e * per_element
     else:
         held = e * per_element + e / tiling.chunks * (words + 2 * temporaries)
-    if backward and tiling.keep_weight and problem.weight_dtype is not None:
+    if tiling.keep_weight and problem.weight_dtype is not None:
         columns = max(1, tiling.chunk * tiling.chunks // (32 * tiling.warps))
         held += min(e, columns) * ITEM_SIZE[problem.weight_dtype] / 4
+        if not backward and problem.bias_dtype is not None:
+            held += min(e, columns) * ITEM_SIZE[problem.bias_dtype] / 4
     staged = sum(ITEM_SIZE[d] for d in row_inputs) * tiling.block_m * tiling.chunk * tiling.chunks
     shared = (tiling.stages - 1) * staged if tiling.stages > 1 else 0
     if tiling.stages > 1 and not tiling.keep_weight and problem.weight_dtype is not None:

@@ -154,7 +154,7 @@ def _build(plan: Plan, limit: DeviceLimits, index: int) -> tuple[Any, Compiled] 
     it."""
     from triton.runtime.errors import OutOfResources
 
-    from fastnorm.kernels.launch import compile_plan
+    from fastnorm.kernels.compile import compile_plan
 
     compiled = compile_plan(plan, limit.capability)
     try:
@@ -184,13 +184,13 @@ def check(plan: Plan, limit: DeviceLimits, figures: Compiled) -> Rejection | Non
 
 
 def _launchable(plan: Plan, limit: DeviceLimits, index: int, compiled: Any) -> Any:
-    from fastnorm.kernels import launch
+    from fastnorm.kernels import compile, launch
 
     if plan.problem.direction == "forward":
         return launch.forward_kernel(plan, limit.sm_count, index, compiled)
     finalize = None
-    if not plan.one_launch and plan.problem.accumulators:
-        finalize = launch.compile_finalize(plan, limit.capability)
+    if not plan.cooperative and plan.problem.accumulators:
+        finalize = compile.compile_finalize(plan, limit.capability)
         finalize._init_handles()
     return launch.backward_kernel(plan, limit.sm_count, index, compiled, finalize)
 

@@ -6,13 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastnorm.kernels.common import (
-    grid_barrier,
-    load_columns,
-    load_rows,
-    store_rows,
-    widen_weight,
-)
+from fastnorm.kernels.common import load_columns, load_rows, store_rows, widen_weight
+from fastnorm.kernels.exchange import grid_barrier
 from fastnorm.kernels.finalize import sum_columns
 
 

@@ -18,23 +18,6 @@ def widen_weight(weight, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def grid_barrier(semaphore_ptr, program, P):
-    """Wait until all P co-resident programs have arrived. Needs a cooperative launch.
-
-    `semaphore_ptr` [1] int32. Program 0 adds 2^31 - (P - 1) and the others 1, so the top bit flips
-    as the last one
-    arrives and the rest is zero again: the next launch may use the word as it is, whatever its
-        grid.
-    """
-    tl.debug_barrier()
-    step = tl.where(program == 0, (2147483647 - P) + 2, 1)
-    before = tl.atomic_add(semaphore_ptr, step, sem="acq_rel", scope="gpu")
-    while (tl.atomic_add(semaphore_ptr, 0, sem="acquire", scope="gpu") ^ before) >= 0:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
 def load_rows(
     ptr, rows, in_rows, row_stride, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr
 ):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastnorm.kernels.backward import norm_backward
+from fastnorm.kernels.compile import constants, finalize_constants
 from fastnorm.kernels.finalize import norm_finalize
 from fastnorm.kernels.forward import norm_forward
-from fastnorm.kernels.launch import backward_constants, finalize_constants, forward_constants
 
 if TYPE_CHECKING:
     from fastnorm.operands import Rows
@@ -35,7 +35,7 @@ class InterpretedForward:
             rows.x_row_stride // self.plan.problem.stride_unit,
             rows.rows,
             eps,
-            **forward_constants(self.plan),
+            **constants(self.plan),
         )
 
 
@@ -76,7 +76,7 @@ class InterpretedBackward:
             rows.dy_row_stride // unit,
             rows.x_row_stride // unit,
             rows.rows,
-            **backward_constants(self.plan),
+            **constants(self.plan),
         )
         if p.accumulators:
             tiles = -(-p.hidden // self.plan.final_tile()[1])

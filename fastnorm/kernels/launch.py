@@ -1,5 +1,4 @@
-"""Typed launchers: from a plan and tensors to a launch. They compile what the plan says and decide
-nothing."""
+"""Typed launchers: from operands to a launch of a compiled plan. They decide nothing."""
 
 from __future__ import annotations
 
@@ -7,170 +6,43 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from fastnorm.kernels.backward import norm_backward
-from fastnorm.kernels.finalize import norm_finalize
-from fastnorm.kernels.forward import norm_forward
+from fastnorm.kernels.compile import constants, finalize_constants
 
 if TYPE_CHECKING:
     from fastnorm.operands import Rows
     from fastnorm.plan import Plan
 
-_POINTER = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32", None: "*fp32"}
-_ELEMENT = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-
-
-def backward_constants(plan: Plan) -> dict[str, Any]:
-    """The constexprs of `norm_backward` under a plan."""
-    p, t = plan.problem, plan.tiling
-    return dict(
-        N=p.hidden,
-        STRIDE_UNIT=p.stride_unit,
-        CENTERED=p.kind.centered,
-        HAS_WEIGHT=p.weight_dtype is not None,
-        WEIGHT_OFFSET=p.kind.weight_offset,
-        NEEDS_DX=p.needs_dx,
-        NEEDS_DW=p.needs_dw,
-        NEEDS_DB=p.needs_db,
-        BLOCK_M=t.block_m,
-        CHUNK=t.chunk,
-        CHUNKS=t.chunks,
-        KEEP_ROW=t.keep_row,
-        KEEP_WEIGHT=t.keep_weight,
-        STAGES=t.stages,
-        ONE_LAUNCH=plan.one_launch,
-        FINAL_ROWS=plan.final_tile()[0],
-        FINAL_COLUMNS=plan.final_tile()[1],
-    )
-
-
-def forward_constants(plan: Plan) -> dict[str, Any]:
-    """The constexprs of `norm_forward` under a plan."""
-    p, t = plan.problem, plan.tiling
-    rounding = {"no": None, "input": p.x_dtype, "half_weight": p.weight_dtype}
-    round_to = rounding[p.kind.rounds_normalized] if p.weight_dtype is not None else None
-    return dict(
-        N=p.hidden,
-        STRIDE_UNIT=p.stride_unit,
-        CENTERED=p.kind.centered,
-        HAS_WEIGHT=p.weight_dtype is not None,
-        HAS_BIAS=p.bias_dtype is not None,
-        WEIGHT_OFFSET=p.kind.weight_offset,
-        ROUND_TO=None if round_to is None else _ELEMENT[round_to],
-        BLOCK_M=t.block_m,
-        CHUNK=t.chunk,
-        CHUNKS=t.chunks,
-        KEEP_ROW=t.keep_row,
-        STAGES=t.stages,
-    )
-
-
-def _pointer_types(plan: Plan) -> dict[str, str]:
-    p = plan.problem
-    x, y = _POINTER[p.x_dtype], _POINTER[p.y_dtype]
-    weight, bias = _POINTER[p.weight_dtype], _POINTER[p.bias_dtype]
-    common = {"x_ptr": x, "weight_ptr": weight, "stats_ptr": "*fp32"}
-    if p.direction == "forward":
-        return {**common, "bias_ptr": bias, "y_ptr": y, "eps": "fp32"}
-    return {
-        **common,
-        "dy_ptr": y,
-        "dx_ptr": x,
-        "dw_ptr": weight,
-        "db_ptr": bias,
-        "dw_partial_ptr": "*fp32",
-        "db_partial_ptr": "*fp32",
-        "semaphore_ptr": "*i32",
-    }
-
-
-def compile_plan(plan: Plan, capability: int) -> Any:
-    """Compile a plan's kernel for a target; no GPU needed.
-
-    Args:
-        plan: what to compile.
-        capability: 90 for sm_90.
-
-    Returns:
-        Triton's compiled kernel; `asm["cubin"]` and `metadata.shared` are there at once, the rest
-        once it is loaded.
-    """
-    forward = plan.problem.direction == "forward"
-    kernel = norm_forward if forward else norm_backward
-    constants = forward_constants(plan) if forward else backward_constants(plan)
-    types = _pointer_types(plan)
-    return _compile(
-        kernel,
-        constants,
-        types,
-        capability,
-        aligned=plan.problem.aligned,
-        num_warps=plan.tiling.warps,
-        maxnreg=plan.max_registers,
-        launch_cooperative_grid=plan.one_launch,
-    )
-
-
-def finalize_constants(plan: Plan) -> dict[str, Any]:
-    """The constexprs of `norm_finalize` under a plan."""
-    p = plan.problem
-    rows, columns = plan.final_tile()
-    return dict(N=p.hidden, NEEDS_DW=p.needs_dw, NEEDS_DB=p.needs_db, ROWS=rows, COLUMNS=columns)
-
-
-def compile_finalize(plan: Plan, capability: int) -> Any:
-    """Compile the separate final reduction of a plan that does not reduce in its own launch."""
-    types = {k: v for k, v in _pointer_types(plan).items() if k.startswith(("dw", "db"))}
-    constants = finalize_constants(plan)
-    return _compile(norm_finalize, constants, types, capability, aligned=True, num_warps=4)
-
-
-def _compile(
-    kernel: Any,
-    constants: dict[str, Any],
-    types: dict[str, str],
-    capability: int,
-    aligned: bool,
-    **options: Any,
-) -> Any:
-    names = kernel.arg_names
-    types = {"P": "i32", **types}
-    signature = {n: "constexpr" if n in constants else types.get(n, "i64") for n in names}
-    pointers = [i for i, n in enumerate(names) if signature[n].startswith("*")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
-    source = ASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index(n),): v for n, v in constants.items()},
-        attrs=attrs,
-    )
-    options = {k: v for k, v in options.items() if v}
-    return triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"enable_fp_fusion": True, **options},
-    )
+#: Slots of `kernels/exchange.py` that one program owns: RING steps, up to two sums each.
+SLOTS_PER_PROGRAM = 8
 
 
 class Scratch(NamedTuple):
-    """Partials [P, N] per accumulator and a semaphore with nobody waiting (zero but for its top
-    bit), with their addresses."""
+    """What programs of a launch meet in, with addresses.
+
+    Args:
+        partials: fp32, `[P, N]` per accumulator.
+        semaphore: int32 with nobody waiting (zero but for its top bit); launches leave it so.
+        slots: int64 zeros; launches leave them so.
+    """
 
     partials: Tensor
     semaphore: Tensor
+    slots: Tensor
     partials_at: int
     semaphore_at: int
+    slots_at: int
 
-
-def _scratch(device: torch.device, floats: int, semaphore: Tensor | None = None) -> Scratch:
-    partials = torch.empty(floats, device=device, dtype=torch.float32)
-    if semaphore is None:
-        semaphore = torch.zeros(1, device=device, dtype=torch.int32)
-    return Scratch(partials, semaphore, partials.data_ptr(), semaphore.data_ptr())
+    @classmethod
+    def make(cls, device: torch.device, floats: int, slots: int) -> Scratch:
+        """Scratch of its own for one launch, or to be kept."""
+        tensors = (
+            torch.empty(floats, device=device, dtype=torch.float32),
+            torch.zeros(1, device=device, dtype=torch.int32),
+            torch.zeros(slots, device=device, dtype=torch.int64),
+        )
+        return cls(*tensors, *(t.data_ptr() for t in tensors))
 
 
 class Workspace:
@@ -181,20 +53,24 @@ class Workspace:
     it was captured on.
     """
 
-    #: Larger partials are allocated per call: they are few, and memory is worth more than 4 us.
+    #: Larger partials are allocated per call: they are few, and memory is worth more than 20 us.
     LARGEST_KEPT = 64 * 2**20
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Scratch] = {}
 
-    def get(self, device: torch.device, index: int, stream: int, floats: int) -> Scratch:
-        """Scratch with room for `floats` partials."""
+    def get(
+        self, device: torch.device, index: int, stream: int, floats: int, slots: int
+    ) -> Scratch:
+        """Scratch with room for `floats` partials and so many slots."""
         if torch._C._cuda_isCurrentStreamCapturing() or floats * 4 > self.LARGEST_KEPT:
-            return _scratch(device, floats)
+            return Scratch.make(device, floats, slots)
         kept = self._kept.get((index, stream))
-        if kept is None or kept.partials.numel() < floats:
-            kept = _scratch(device, floats, None if kept is None else kept.semaphore)
-            self._kept[index, stream] = kept
+        if kept is None or kept.partials.numel() < floats or kept.slots.numel() < slots:
+            if kept is not None:
+                floats = max(floats, kept.partials.numel())
+                slots = max(slots, kept.slots.numel())
+            kept = self._kept[index, stream] = Scratch.make(device, floats, slots)
         return kept
 
 
@@ -206,8 +82,8 @@ class Launch:
 
     __slots__ = ("_compiled", "_function", "_metadata", "_run", "_tail")
 
-    def __init__(self, compiled: Any, constants: dict[str, Any]) -> None:
-        self._compiled, self._tail = compiled, tuple(constants.values())
+    def __init__(self, compiled: Any, constexprs: dict[str, Any]) -> None:
+        self._compiled, self._tail = compiled, tuple(constexprs.values())
         self._run, self._function = compiled.run, compiled.function
         self._metadata = compiled.packed_metadata
 
@@ -248,19 +124,27 @@ class ForwardKernel:
             y: `[rows, N]` contiguous, written.
             stats: `[2, rows]` fp32 (RMS: `[1, rows]`), written: rstd, mean.
         """
+        plan, index = self.plan, self._index
+        programs = plan.grid(rows.rows, self._sm_count)
         x_at = rows.x.data_ptr()  # also stands in for what the plan's constexprs leave unread
+        shared: tuple[int, ...] = ()
+        if plan.tiling.split > 1:
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            slots = programs * SLOTS_PER_PROGRAM
+            scratch = WORKSPACE.get(rows.x.device, index, stream, 0, slots)
+            shared = (scratch.semaphore_at, scratch.slots_at)
         args = (
             x_at,
             x_at if rows.weight is None else rows.weight.data_ptr(),
             x_at if rows.bias is None else rows.bias.data_ptr(),
             y.data_ptr(),
             stats.data_ptr(),
+            *shared,
             rows.x_row_stride // self._unit,
             rows.rows,
             eps,
         )
-        programs = self.plan.grid(rows.rows, self._sm_count)
-        _on_device(self._index, self._launch, programs, args)
+        _on_device(index, self._launch, programs, args)
 
 
 class BackwardKernel:
@@ -301,13 +185,16 @@ class BackwardKernel:
         plan, index = self.plan, self._index
         p = plan.problem
         programs = plan.grid(rows.rows, self._sm_count)
-        floats = programs * p.hidden
-        if plan.one_launch:
+        split = plan.tiling.split > 1
+        floats = plan.partial_rows(programs) * p.hidden
+        if plan.cooperative:
             stream = torch._C._cuda_getCurrentRawStream(index)
-            scratch = WORKSPACE.get(rows.x.device, index, stream, floats * p.accumulators)
+            slots = programs * SLOTS_PER_PROGRAM if split else 0
+            room = floats * p.accumulators
+            scratch = WORKSPACE.get(rows.x.device, index, stream, room, slots)
         else:
             # Not kept: another thread's launches may come between this kernel and its reduction.
-            scratch = _scratch(rows.x.device, floats * p.accumulators)
+            scratch = Scratch.make(rows.x.device, floats * p.accumulators, 0)
         x_at = rows.x.data_ptr()  # also stands in for what the plan's constexprs leave unread
         partials = scratch.partials_at, scratch.partials_at + (4 * floats if p.needs_dw else 0)
         results = x_at if dw is None else dw.data_ptr(), x_at if db is None else db.data_ptr()
@@ -320,6 +207,7 @@ class BackwardKernel:
             *partials,
             *results,
             scratch.semaphore_at,
+            *((scratch.slots_at,) if split else ()),
             rows.dy_row_stride // p.stride_unit,
             rows.x_row_stride // p.stride_unit,
             rows.rows,
@@ -345,7 +233,7 @@ def _on_device(index: int, launch: Launch, programs: int, args: tuple[int | floa
 
 def forward_kernel(plan: Plan, sm_count: int, index: int, compiled: Any) -> ForwardKernel:
     """Make a compiled forward plan launchable on a device."""
-    return ForwardKernel(plan, sm_count, index, Launch(compiled, forward_constants(plan)))
+    return ForwardKernel(plan, sm_count, index, Launch(compiled, constants(plan)))
 
 
 def backward_kernel(
@@ -353,5 +241,5 @@ def backward_kernel(
 ) -> BackwardKernel:
     """Make a compiled backward plan launchable on a device."""
     reduction = None if finalize is None else Launch(finalize, finalize_constants(plan))
-    launch = Launch(compiled, backward_constants(plan))
+    launch = Launch(compiled, constants(plan))
     return BackwardKernel(plan, sm_count, index, launch, reduction)
