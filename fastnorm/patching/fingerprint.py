@@ -202,7 +202,11 @@ def _nearest(stand_in: StandIn, observed: Observation) -> str:
     if not misses:
         return "it computes no kind of norm known here"
     off, kind = min(misses)
-    where = f"off by up to {off:.1e} in float32" if off else "equal in float32, not in other dtypes"
+    where = (
+        f"off by up to {off:.1e} in float32"
+        if off
+        else "equal for plain float32, not for all input"
+    )
     return f"it computes no kind of norm known here; nearest: {kind}, {where}"
 
 

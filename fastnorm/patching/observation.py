@@ -122,6 +122,8 @@ def _observe(
     if seen[0].output is None and others[-1].output is not None:
         x = others[-1].input
         seen = [run(stand_in, x.to(dx), dw) for dx, dw in DTYPE_PAIRS]
+    # Equal values with other strides (channels_last, where features come second).
+    others.append(run(stand_in, x.movedim(1, -1).contiguous().movedim(-1, 1), FLOAT))
     first = seen[0]
     if first.output is None:
         return Refusal(f"its forward failed on {list(x.shape)}: {first.error}", unknown=True)

@@ -240,6 +240,16 @@ class NanGuardedNorm(_Refused):
         return self.norm(x).nan_to_num()
 
 
+class LayoutNorm(_Refused):
+    """Equal to Llama's for contiguous input; timm has a LayerNorm2d of the sort."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_contiguous():
+            return self.norm(x)
+        root = torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() / root).to(x.dtype)
+
+
 class NoisyNorm(_Refused):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x) + 1e-3 * torch.randn_like(x)
@@ -389,10 +399,11 @@ class PerHeadRmsNorm(_Refused):
 REFUSED: dict[type[nn.Module], str] = {
     EpsOutsideRootNorm: "no kind of norm known here",
     UnbiasedNorm: "no kind of norm known here",
-    HalfStatisticsNorm: "equal in float32, not in other dtypes",
+    HalfStatisticsNorm: "equal for plain float32, not for all input",
     DividingNorm: "no kind of norm known here; nearest: rms",
     ClampedNorm: "no kind of norm known here",
     NanGuardedNorm: "no kind of norm known here",
+    LayoutNorm: "equal for plain float32, not for all input",
     NoisyNorm: "different results for the same input",
     DropoutNorm: "different results for the same input",
     ModeNorm: "otherwise in train than in eval mode",
