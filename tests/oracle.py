@@ -155,6 +155,9 @@ def _scales(inputs: Inputs) -> tuple[Tensor, ...]:
         # Offsets are added in fp32, at the size of the weight before it.
         weight = (factor.abs() + 1).expand(inputs.shape).reshape(1, hidden)
     x_hat = (x.abs() * rstd).amax(1, keepdim=True).clamp_min(1) if x.numel() else rstd
+    # A row that is not finite has no error to allow for, and must not lift the sums' allowance.
+    x_hat = torch.where(x_hat.isfinite(), x_hat, 1.0)
+    rstd = torch.where(rstd.isfinite(), rstd, 0.0)
     y = (x_hat * weight.abs()).expand(rows, hidden)
     if inputs.bias is not None:
         y = y + inputs.bias.double().reshape(1, hidden).abs()

@@ -16,6 +16,9 @@ ALL_DTYPES = (*HALF_AND_SINGLE, torch.float64)
 
 @given(cases(dtypes=ALL_DTYPES))
 def test_functions_are_as_accurate_as_torch(case: Case) -> None:
+    # Layers that write the formula out lose dx to underflow of rstd³ at 1e18, and the torch path
+    # gives their bits; kernels do not (test_kernels.py).
+    assume(case.kind_of_values != "huge" or case.kind in ("layer", "rms", "layer_fp32"))
     inputs = case.build()
     check(
         run(
