@@ -90,16 +90,20 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def init_weights(model: nn.Module, layers: int) -> None:
-    """GPT-2's start: normal with 0.02, less for the layers that write into the residual stream."""
+def init_weights(model: nn.Module, config: GPTConfig) -> None:
+    """GPT-2's start: normal, less for the layers that write into the residual stream.
+
+    GPT-2's 0.02 is for about a thousand features; fewer need larger weights for the same outputs.
+    """
+    std = 0.02 * (1024 / config.width) ** 0.5
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     for module in model.modules():
         if isinstance(module, Attention | MLP):
-            nn.init.normal_(module.out.weight, std=0.02 / (2 * layers) ** 0.5)
+            nn.init.normal_(module.out.weight, std=std / (2 * config.layers) ** 0.5)
 
 
 class GPT(nn.Module):
@@ -113,7 +117,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = NORMS[config.norm](config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        init_weights(self, config.layers)
+        init_weights(self, config)
         self.tie_weights()
 
     def tie_weights(self) -> None:

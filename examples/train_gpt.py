@@ -19,8 +19,9 @@ import typer
 from corpus import CORPORA, TextData
 from gpt import NORMS
 from gpt_module import GPTModule
-from harness import Run, choice, compare, print_runs, quiet_lightning, save_runs, train
+from harness import choice, compare, quiet_lightning, train
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from summary import Run, print_runs, save_runs
 from typer import Option
 
 from fastnorm.lightning import FastNormCallback

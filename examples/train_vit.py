@@ -15,8 +15,9 @@ import lightning.pytorch as pl
 import torch
 import typer
 from gpt import NORMS, Block, GPTConfig, init_weights
-from harness import Run, choice, compare, console, print_runs, quiet_lightning, save_runs, train
+from harness import choice, compare, quiet_lightning, train
 from sklearn.datasets import load_digits
+from summary import Run, console, print_runs, save_runs
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -63,7 +64,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(size.layers))
         self.norm = NORMS[norm](size.width)
         self.head = nn.Linear(size.width, CLASSES)
-        init_weights(self, size.layers)
+        init_weights(self, config)
 
     def forward(self, images: Tensor) -> Tensor:
         """[batch, 1, pixels, pixels] -> [batch, CLASSES]."""
@@ -147,7 +148,7 @@ class ViTModule(pl.LightningModule):
 def main(
     norm: Annotated[NormName, Option(help="LayerNorm or RMSNorm.")] = "layer",
     size: Annotated[SizeName, Option(help="The model, its images and batch.")] = "small",
-    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 200,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
     compare_norms: Annotated[bool, Option("--compare", help="Also with torch's norms.")] = False,
     compile_model: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False,
     accelerator: Annotated[AcceleratorName, Option(help="auto: a GPU if there is one.")] = "auto",
