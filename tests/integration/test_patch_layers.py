@@ -334,6 +334,29 @@ def test_offset_weight_rounds_where_gemma_rounds() -> None:
     assert torch.equal(module(x), original(x))
 
 
+@pytest.mark.parametrize("cls", RECOGNISED, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_result_under_cpu_autocast_is_the_class_s(cls: type[nn.Module], dtype: torch.dtype) -> None:
+    """B74: fp32 parameters, as mixed precision has them."""
+    module = randomized(cls())
+    original, x = copy.deepcopy(module), input_for(module, dtype=dtype)
+    fastnorm.patch(module)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, expected = module(x), original(x)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 3, 2), (2, 1, 3, 2), (0, 3)], ids=str)
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm, LlamaLike, GemmaLike, CohereLike])
+def test_input_of_any_number_of_dimensions(cls: type[nn.Module], leading: tuple[int, ...]) -> None:
+    """B81: one vector, no row at all, five dimensions; bf16 weight."""
+    module = randomized(cls(N), dtype=torch.bfloat16)
+    original, x = copy.deepcopy(module), sample(dtype=torch.bfloat16, shape=(*leading, N))
+    fastnorm.patch(module)
+    assert torch.equal(module(x), original(x))
+
+
 def test_patching_twice_is_patching_once(block: nn.Module) -> None:
     fastnorm.patch(block)
     classes = [type(m) for m in block.modules()]
