@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: runs only where kernels do, see --route")
     # torch says so once per process where F.rms_norm gets two dtypes; here it is the peer.
     config.addinivalue_line("filterwarnings", "ignore:Mismatch dtype between input and weight")
+    # torch's own forward-mode decompositions and tracer.
+    config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
     if config.getoption("--route") == "interpreter":
         # Triton reads the variable when it decorates a kernel, once for the process.
         if "triton" in sys.modules:

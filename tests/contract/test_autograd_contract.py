@@ -1,0 +1,420 @@
+"""Every way to differentiate a norm works as with torch's own: higher order, forward mode,
+transforms, hooks, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fastnorm
+from fastnorm import functional
+from fastnorm.semantics import SEMANTICS
+from tests.contract.norms import KINDS, close, formula, operator, pair, same, seeded
+from tests.conftest import Route
+
+PRESENT = list(itertools.product([True, False], repeat=2))
+
+
+def _fp64(kind: str, weight: bool = True, bias: bool = True, rows: int = 3, hidden: int = 5):
+    """x, weight, bias as fp64 leaves; bias only where the kind has one."""
+    bias = bias and SEMANTICS[kind].centered and kind != "layer_cohere"
+    shapes = ((rows, hidden), (hidden,) if weight else None, (hidden,) if bias else None)
+    return tuple(
+        None if s is None else seeded(*s, seed=i, dtype=torch.float64).requires_grad_()
+        for i, s in enumerate(shapes)
+    )
+
+
+@pytest.mark.parametrize("kind", SEMANTICS)
+@pytest.mark.parametrize(("weight", "bias"), PRESENT)
+def test_functions_pass_gradcheck(kind: str, weight: bool, bias: bool) -> None:
+    def f(x, w, b):
+        return functional.norm(x, (5,), w, b, 1e-3, semantics=kind)
+
+    assert gradcheck(f, _fp64(kind, weight, bias), check_forward_ad=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("kind", SEMANTICS)
+@pytest.mark.parametrize(("weight", "bias"), PRESENT)
+def test_operators_pass_gradcheck(kind: str, weight: bool, bias: bool) -> None:
+    """The wiring that GPUs use."""
+    f = partial(operator, kind, eps=1e-3)
+    assert gradcheck(lambda x, w, b: f(x, w, b), _fp64(kind, weight, bias))
+
+
+@pytest.mark.parametrize("kind", SEMANTICS)
+@pytest.mark.parametrize("through", [operator, None], ids=["operators", "functions"])
+def test_double_backward_passes_gradgradcheck(kind: str, through) -> None:
+    """B66."""
+
+    def f(x, w, b):
+        if through is not None:
+            return through(kind, x, w, b, 1e-3)
+        return functional.norm(x, (5,), w, b, 1e-3, semantics=kind)
+
+    assert gradgradcheck(f, _fp64(kind), check_fwd_over_rev=through is None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_third_derivatives_through_the_operators_are_those_of_the_formula(kind: str) -> None:
+    """B68: statistics are functions of x to any order."""
+    v = seeded(1, 5, seed=9, dtype=torch.float64)
+
+    def third(f):
+        x, w, _ = _fp64(kind, bias=False)
+        x.data *= 0.1
+        value = (f(kind, x, w, None, 1e-1) ** 2).sum()
+        for _ in range(3):
+            (g,) = torch.autograd.grad(value, x, create_graph=True)
+            value = (g * v).sum()
+        return value.detach()
+
+    close(third(operator), third(formula))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_cpu_higher_derivatives_are_torchs_bit_for_bit(kind: str) -> None:
+    """B68, B69: decided: CPU tensors run torch's own operators, whose third LayerNorm derivative
+    and nested forward mode torch 2.13 gets wrong; docs/compatibility.md says so."""
+    x, w, _ = _fp64(kind, bias=False)
+    torchs = F.layer_norm if kind == "layer" else F.rms_norm
+    ours = fastnorm.layer_norm if kind == "layer" else fastnorm.rms_norm
+
+    def nested(f):
+        def inner(t):
+            return jvp(lambda u: f(u, (5,), w, eps=0.25).square().sum(), (t,), (x,))[1]
+
+        return jvp(inner, (x,), (x,))[1]
+
+    same(nested(ours), nested(torchs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_create_graph_changes_no_first_derivative(kind: str, route: Route) -> None:
+    """B67: with a weight that is not one."""
+    ours, _ = pair(kind, 33)
+    ours.to(route.device)
+    x = seeded(4, 33, device=route.device).requires_grad_()
+    dy = seeded(4, 33, seed=1, device=route.device)
+    inputs = [x, *ours.parameters()]
+    plain = torch.autograd.grad(ours(x), inputs, dy)
+    with_graph = torch.autograd.grad(ours(x), inputs, dy, create_graph=True)
+    assert all(g.requires_grad for g in with_graph[:2])
+    close(with_graph, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_penalty_reaches_the_parameters(kind: str, route: Route) -> None:
+    """B66: never silent zeros."""
+    ours, torchs = pair(kind, 33)
+
+    def penalty_gradients(module):
+        module = module.to(route.device)
+        x = seeded(4, 33, device=route.device).requires_grad_()
+        (g,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), [x, module.weight])
+
+    actual, expected = penalty_gradients(ours), penalty_gradients(torchs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_subsets_retained_graphs_and_accumulation(kind: str, route: Route) -> None:
+    ours, _ = pair(kind, 24)
+    ours.to(route.device)
+    x = seeded(5, 24, device=route.device).requires_grad_()
+    leaves = [x, *ours.parameters()]
+    y = ours(x)
+    everything = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    for leaf, expected in zip(leaves, everything, strict=True):
+        (alone,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+        same(alone, expected)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    for leaf, once in zip(leaves, everything, strict=True):
+        same(leaf.grad, once + once)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_on_tensors_and_modules_fire_once(kind: str, route: Route) -> None:
+    """B131."""
+    ours, _ = pair(kind, 24)
+    ours.to(route.device)
+    fired = []
+    ours.register_forward_pre_hook(lambda *a: fired.append("pre"))
+    ours.register_forward_hook(lambda *a: fired.append("forward"))
+    ours.register_full_backward_hook(lambda *a: fired.append("backward"))
+    ours.weight.register_hook(lambda g: fired.append("weight"))
+    x = seeded(5, 24, device=route.device).requires_grad_()
+    x.register_hook(lambda g: fired.append("x") or 2 * g)
+    plain = torch.autograd.grad(fastnorm.rms_norm(x, (24,)).sum(), x)[0]
+    assert fired == ["x"]
+    fired.clear()
+    ours(x).sum().backward()
+    assert sorted(fired) == ["backward", "forward", "pre", "weight", "x"]
+    assert plain.isfinite().all()
+
+
+def test_saved_tensors_changed_in_place_raise(route: Route) -> None:
+    """torch's error, not a wrong gradient."""
+    x = seeded(5, 24, device=route.device).requires_grad_()
+    h = x * 1
+    y = fastnorm.layer_norm(h, (24,), seeded(24, device=route.device).requires_grad_())
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_saved_tensor_hooks_see_what_is_saved(route: Route) -> None:
+    """CPU offload of activations and the like."""
+    ours, _ = pair("layer", 24)
+    ours.to(route.device)
+    x = seeded(5, 24, device=route.device).requires_grad_()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t) or t.clone(), lambda t: t
+    ):
+        y = ours(x)
+    expected = torch.autograd.grad(ours(x).sum(), [x, *ours.parameters()])
+    actual = torch.autograd.grad(y.sum(), [x, *ours.parameters()])
+    same(actual, expected)
+    assert any(t.shape == x.shape for t in packed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit(kind: str, reentrant: bool, route: Route) -> None:
+    """B103, B104: also under autocast, with a weight that is not one."""
+    ours, _ = pair(kind, 24)
+    model = nn.Sequential(nn.Linear(24, 24), ours, nn.Linear(24, 24)).to(route.device)
+    x = seeded(5, 24, device=route.device)
+
+    def gradients(run):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast(route.device, torch.bfloat16):
+            y = run(leaf)
+        y.float().sum().backward()
+        return [leaf.grad, *(p.grad for p in model.parameters())]
+
+    again = gradients(lambda t: checkpoint(model, t, use_reentrant=reentrant))
+    same(again, gradients(model))
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_selective_checkpointing_sees_the_operator(save: bool) -> None:
+    """A policy can keep or recompute `fastnorm::norm_forward` like any operator."""
+    x, w, b = _fp64("layer")
+    wanted = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
+    calls = []
+
+    def policy(ctx, op, *args, **kwargs):
+        ours = op == torch.ops.fastnorm.norm_forward.default
+        calls.append(ours)
+        return wanted if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    y = checkpoint(
+        partial(operator, "layer"),
+        x,
+        w,
+        b,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, policy),
+    )
+    actual = torch.autograd.grad(y.square().sum(), (x, w, b))
+    assert any(calls)
+    same(actual, torch.autograd.grad(operator("layer", x, w, b).square().sum(), (x, w, b)))
+
+
+def test_inference_mode_first_then_training(route: Route) -> None:
+    """B71, B141: nothing made in inference mode is kept for training."""
+    ours, torchs = pair("layer", 40)
+    ours.to(route.device), torchs.to(route.device)
+    x = seeded(3, 40, device=route.device)
+    with torch.inference_mode():
+        assert ours(x).is_inference()
+    with torch.no_grad():
+        assert not ours(x).requires_grad
+    ours(x).sum().backward()
+    torchs(x).sum().backward()
+    close(ours.weight.grad, torchs.weight.grad)
+    close(ours.bias.grad, torchs.bias.grad)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both", "neither"])
+def test_frozen_parameters_get_no_gradient(frozen: str, route: Route) -> None:
+    """B61, B62, B64."""
+    ours, torchs = pair("layer", 24)
+    x = seeded(5, 24, device=route.device)
+    for module in (ours, torchs):
+        module.to(route.device)
+        module.weight.requires_grad_(frozen not in ("weight", "both"))
+        module.bias.requires_grad_(frozen not in ("bias", "both"))
+    for needs_dx in (True, False):
+        if frozen == "both" and not needs_dx:
+            continue
+        grads = []
+        for module in (ours, torchs):
+            module.zero_grad()
+            leaf = x.clone().requires_grad_(needs_dx)
+            module(leaf).square().sum().backward()
+            grads.append([leaf.grad, module.weight.grad, module.bias.grad])
+        for actual, expected in zip(*grads, strict=True):
+            assert (actual is None) == (expected is None)
+            if expected is not None:
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [3, 400])
+def test_no_affine_parameters(kind: str, rows: int, route: Route) -> None:
+    """B65."""
+    ours, torchs = pair(kind, 8, elementwise_affine=False)
+    dy = seeded(rows, 8, seed=1, device=route.device)
+    grads = []
+    for module in (ours, torchs):
+        x = seeded(rows, 8, device=route.device).requires_grad_()
+        module(x).backward(dy)
+        grads.append(x.grad)
+    close(*grads)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_gradients_flow_upstream(contiguous: bool, route: Route) -> None:
+    """B63."""
+    linear, (norm, _) = nn.Linear(16, 48).to(route.device), pair("rms", 24)
+    norm.to(route.device)
+    h = linear(seeded(5, 16, device=route.device))
+    h = h[:, :24] if contiguous else h[:, ::2]
+    norm(h).square().sum().backward()
+    assert linear.weight.grad.abs().sum() > 0 and norm.weight.grad.abs().sum() > 0
+
+
+def test_dx_multiplies_by_the_weight_once(route: Route) -> None:
+    """B55: the gradient of the plain formula, with a weight far from one."""
+    x = seeded(6, 64, device=route.device).requires_grad_()
+    w = 3 * seeded(64, seed=1, device=route.device)
+    dy = seeded(6, 64, seed=2, device=route.device)
+    (dx,) = torch.autograd.grad(fastnorm.rms_norm(x, (64,), w, 1e-5), x, dy)
+    wide = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(formula("rms", wide, w.double()), wide, dy.double())
+    torch.testing.assert_close(dx.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inputs_and_incoming_gradients_stay_untouched(
+    kind: str, dtype: torch.dtype, route: Route
+) -> None:
+    """B56, B57, B59: dy is not written to, and gradients share no storage with it."""
+    ours, _ = pair(kind, 33, dtype=dtype)
+    ours.to(route.device)
+    x = seeded(4, 33, device=route.device, dtype=dtype)
+    before, dy = x.clone(), seeded(4, 33, seed=1, device=route.device, dtype=dtype)
+    dy_before = dy.clone()
+    leaves = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    for leaf in leaves:
+        ours(leaf).backward(dy)
+    with torch.no_grad():
+        ours(x)
+    same(x, before)
+    same(dy, dy_before)
+    storages = {t.untyped_storage().data_ptr() for t in (dy, *[leaf.grad for leaf in leaves])}
+    assert len(storages) == 3
+
+
+def test_a_residual_beside_the_norm_gets_its_own_gradient(route: Route) -> None:
+    """B56: z = n2(n1(h)) + n1(h)."""
+    (n1, t1), (n2, t2) = pair("rms", 24), pair("layer", 24)
+    results = []
+    for first, second in ((n1, n2), (t1, t2)):
+        first.to(route.device), second.to(route.device)
+        h = seeded(5, 24, device=route.device).requires_grad_()
+        middle = first(h)
+        (second(middle) + middle).square().sum().backward()
+        results.append([h.grad, first.weight.grad, second.weight.grad])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: grad(lambda t: f(t).square().sum())(x),
+    "vjp": lambda f, x: vjp(f, x)[1](x)[0],
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),))[1],
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(lambda t: f(t).square().sum())(x),
+    "vmap": lambda f, x: vmap(f)(x),
+    "vmap of a strided batch": lambda f, x: vmap(f, in_dims=1)(x.unsqueeze(1)),
+    "vmap of grad": lambda f, x: vmap(grad(lambda t: f(t).square().sum()))(x),
+    "grad of vmap": lambda f, x: grad(lambda t: vmap(f)(t).square().sum())(x),
+    "vmap of vmap": lambda f, x: vmap(vmap(f))(x.expand(2, *x.shape)),
+    "jvp of vjp": lambda f, x: jvp(lambda t: vjp(f, t)[1](x)[0], (x,), (x.sin(),))[1],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_func_transforms_are_torchs(name: str, kind: str) -> None:
+    """B70 and its compositions: bit for bit what torch's module gives."""
+    ours, torchs = pair(kind, 6, dtype=torch.float64)
+    x = seeded(3, 6, dtype=torch.float64)
+    same(TRANSFORMS[name](ours, x), TRANSFORMS[name](torchs, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_sample_weight_gradients_equal_a_loop(kind: str) -> None:
+    """B70."""
+    ours, _ = pair(kind, 6, dtype=torch.float64)
+    parameters = {k: v.detach() for k, v in ours.named_parameters()}
+    x = seeded(4, 3, 6, dtype=torch.float64)
+
+    def loss(p, sample):
+        return functional_call(ours, p, (sample,)).square().sum()
+
+    batched = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    looped = [grad(loss)(parameters, sample) for sample in x]
+    for name in parameters:
+        close(batched[name], torch.stack([g[name] for g in looped]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_tangents_are_torchs(kind: str) -> None:
+    import torch.autograd.forward_ad as fwAD
+
+    ours, torchs = pair(kind, 6, dtype=torch.float64)
+    x, tangent = (seeded(3, 6, seed=s, dtype=torch.float64) for s in (0, 1))
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(x, tangent)
+        same(fwAD.unpack_dual(ours(dual)).tangent, fwAD.unpack_dual(torchs(dual)).tangent)
+
+
+def test_kernels_refuse_transforms_in_words(route: Route) -> None:
+    if route.name != "interpreter":
+        pytest.skip('asks for backend="triton" where nothing else is allowed')
+    x = seeded(3, 6)
+    with pytest.raises(fastnorm.KernelUnavailable, match="torch.func transform"):
+        grad(lambda t: fastnorm.rms_norm(t, (6,)).sum())(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_anomaly_mode_and_detect_nan(kind: str, route: Route) -> None:
+    ours, _ = pair(kind, 6)
+    ours.to(route.device)
+    x = seeded(3, 6, device=route.device).requires_grad_()
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        ours(x).sum().backward()
+    assert x.grad.isfinite().all()
