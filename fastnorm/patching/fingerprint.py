@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from fastnorm import functional, reference
-from fastnorm.patching.observation import Observation, Seen, eps_attributes, observe, run
+from fastnorm.patching.observation import (
+    Observation,
+    Seen,
+    eps_attributes,
+    normalized_shape,
+    observe,
+    run,
+)
 from fastnorm.patching.probes import (
     FLOAT,
     ON_CPU,
@@ -51,7 +58,8 @@ def fingerprint(module: nn.Module) -> Recipe | Refusal:
         if not recipes:
             return Refusal(_nearest(stand_in, observed), unknown=True)
         if _per_head(recipes[0], stand_in):
-            return Refusal(f"{recipes[0].semantics} with a weight row per head: no kernel for it")
+            reason = f"{recipes[0].semantics} with a weight row per head: no kernel for it"
+            return Refusal(reason, unknown=True)
         if not _same_gradients(recipes[0], stand_in, observed.first):
             return Refusal(f"has the values of {recipes[0].semantics}, not its gradients", True)
         return _fit_to_autocast(recipes, stand_in, observed.first.input)
@@ -66,16 +74,20 @@ def _per_head(recipe: Recipe, stand_in: StandIn) -> bool:
 
 def _agreeing(stand_in: StandIn, observed: Observation) -> list[Recipe]:
     """The recipes that give every output seen, by an eps read from the module if possible."""
+    attributes = eps_attributes(stand_in.module)
 
     def matching(epses: Sequence[tuple[str | None, float | None]]) -> list[Recipe]:
-        tried = _hypotheses(stand_in, observed.channels_first, epses)
-        return [r for r in tried if all(_agrees(r, stand_in, probe) for probe in observed.seen)]
+        return [
+            recipe
+            for recipe in _hypotheses(stand_in, observed.channels_first, epses)
+            if all(_agrees(recipe, stand_in, probe) for probe in observed.seen)
+            and all(_follows(recipe, stand_in, observed.first, name) for name in attributes)
+        ]
 
-    live = matching([(name, None) for name in eps_attributes(stand_in.module)])
-    recipes = [known for r in live if (known := _with_live_eps(r, stand_in, observed.first))]
-    # Another attribute may hold the same value: the one that the forward reads comes first.
-    recipes.sort(key=lambda recipe: recipe.eps is None)
-    return recipes or matching([(None, value) for value in _FIXED_EPS])
+    fixed = dict.fromkeys((*attributes.values(), *_FIXED_EPS))
+    return matching([(name, None) for name in attributes]) or matching(
+        [(None, value) for value in fixed if value is not None]
+    )
 
 
 def _hypotheses(
@@ -86,7 +98,7 @@ def _hypotheses(
     names = sorted(stand_in.tensor_names, key=lambda n: (n not in WEIGHT_NAMES, n))
     blank = Recipe(
         "layer",
-        shape="normalized_shape" if hasattr(module, "normalized_shape") else None,
+        shape=None if normalized_shape(module) is None else "normalized_shape",
         parameter=list(inspect.signature(type(module).forward).parameters)[1],
         channels_first=channels_first,
     )
@@ -114,18 +126,14 @@ def _agrees(recipe: Recipe, stand_in: StandIn, probe: Seen) -> bool:
     return same_bits(predicted, probe.output)
 
 
-def _with_live_eps(recipe: Recipe, stand_in: StandIn, first: Seen) -> Recipe | None:
-    """The recipe, with eps fixed if the forward does not read the attribute; None on a doubt."""
-    assert recipe.eps is not None
-    module, before = stand_in.module, getattr(stand_in.module, recipe.eps)
-    setattr(module, recipe.eps, _OTHER_EPS)
+def _follows(recipe: Recipe, stand_in: StandIn, first: Seen, attribute: str) -> bool:
+    """Whether the recipe gives the layer's output after a change of one attribute as well."""
+    module, before = stand_in.module, getattr(stand_in.module, attribute)
+    setattr(module, attribute, _OTHER_EPS)
     moved = run(stand_in, first.input, FLOAT)
-    agrees = moved.output is not None and _agrees(recipe, stand_in, moved)
-    setattr(module, recipe.eps, before)
-    if agrees:
-        return recipe
-    fixed = replace(recipe, eps=None, fixed_eps=before)
-    return fixed if moved.output is not None and _agrees(fixed, stand_in, moved) else None
+    follows = moved.output is not None and _agrees(recipe, stand_in, moved)
+    setattr(module, attribute, before)
+    return follows
 
 
 def _same_gradients(recipe: Recipe, stand_in: StandIn, first: Seen) -> bool:
@@ -175,10 +183,10 @@ def _fits_autocast(recipe: Recipe, stand_in: StandIn, x: Tensor) -> bool:
         try:
             with as_cuda_autocast():
                 actual = stand_in.module.forward(probe.clone())
+            in_fp32 = recipe.semantics in functional.AUTOCAST_TO_FP32
+            predicted = _predict(recipe, stand_in.module, probe.float() if in_fp32 else probe)
         except PROBE_ERRORS:
             return False
-        in_fp32 = recipe.semantics in functional.AUTOCAST_TO_FP32
-        predicted = _predict(recipe, stand_in.module, probe.float() if in_fp32 else probe)
         if not same_bits(predicted, actual):
             return False
     return True

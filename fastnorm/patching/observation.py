@@ -75,6 +75,14 @@ def eps_attributes(module: nn.Module) -> dict[str, float | None]:
     return {n: found[n] for n in sorted(found, key=lambda n: (n not in EPS_NAMES, n))}
 
 
+def normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The attribute of that name, if it is one as torch's LayerNorm has it."""
+    shape = getattr(module, "normalized_shape", None)
+    if isinstance(shape, (tuple, list)) and shape and all(isinstance(n, int) for n in shape):
+        return tuple(shape)
+    return None
+
+
 def run(stand_in: StandIn, x: Tensor, dtype: torch.dtype) -> Seen:
     """One call of the stand-in's forward with parameters of `dtype`."""
     stand_in.use_dtype(dtype)
@@ -90,14 +98,14 @@ def run(stand_in: StandIn, x: Tensor, dtype: torch.dtype) -> Seen:
 
 def _layouts(stand_in: StandIn) -> Iterator[tuple[tuple[int, ...], bool]]:
     """The last dimensions an input may have, and whether they belong in second place."""
-    shape = getattr(stand_in.module, "normalized_shape", None)
-    named = isinstance(shape, (tuple, list)) and all(isinstance(n, int) for n in shape)
-    if named and shape:
-        trailing: list[tuple[int, ...]] = [tuple(shape)]
+    shape = normalized_shape(stand_in.module)
+    if shape is not None:
+        trailing = [shape]
     elif stand_in.shapes:
         trailing = [max(stand_in.shapes, key=len)]
     else:
-        trailing = [(n,) for n in _FREE_SIZES]
+        sizes = [v for v in own_attributes(stand_in.module).values() if type(v) is int and v > 1]
+        trailing = [(n,) for n in (*sizes, *_FREE_SIZES)]
     yield from ((t, False) for t in trailing)
     yield from ((t, True) for t in trailing if len(t) == 1)
 

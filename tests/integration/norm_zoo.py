@@ -148,6 +148,18 @@ class ChannelsFirstNorm(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class FixedSizeNorm(nn.Module):
+    """No parameter tells the size, an attribute does."""
+
+    def __init__(self, size: int = N, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), eps=self.eps)
+
+
 class FixedEpsNorm(nn.Module):
     def __init__(self, size: int = N) -> None:
         super().__init__()
@@ -184,6 +196,7 @@ RECOGNISED: dict[type[nn.Module], str] = {
     CastBackLayerNorm: "layer",
     OffsetLayerNorm: "layer_offset",
     ChannelsFirstNorm: "layer",
+    FixedSizeNorm: "layer",
     FixedEpsNorm: "rms_fp32",
     BufferNorm: "rms_fp32",
 }
@@ -233,6 +246,13 @@ class ClampedNorm(_Refused):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x.clamp(-5000, 5000))
+
+
+class CappedEpsNorm(_Refused):
+    """Equal to Llama's for its eps, not for every other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * _x_hat(x.float(), min(self.eps, 1e-3)).to(x.dtype)
 
 
 class NanGuardedNorm(_Refused):
@@ -402,6 +422,7 @@ REFUSED: dict[type[nn.Module], str] = {
     HalfStatisticsNorm: "equal for plain float32, not for all input",
     DividingNorm: "no kind of norm known here; nearest: rms",
     ClampedNorm: "no kind of norm known here",
+    CappedEpsNorm: "no kind of norm known here",
     NanGuardedNorm: "no kind of norm known here",
     LayoutNorm: "equal for plain float32, not for all input",
     NoisyNorm: "different results for the same input",
