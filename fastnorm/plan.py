@@ -175,6 +175,10 @@ def over_budget(plan: Plan, limits: DeviceLimits) -> Rejection | None:
     if use.shared_bytes > limits.shared_bytes_per_program:
         limit = limits.shared_bytes_per_program
         return Rejection(plan.describe(), "predicted shared bytes", use.shared_bytes, limit)
+    at_once = limits.sm_count * plan.programs_per_sm
+    if plan.tiling.split > max(1, at_once):
+        # They wait for each other, so a small GPU would launch none.
+        return Rejection(plan.describe(), "programs sharing a row", plan.tiling.split, at_once)
     needed = max(1, plan.programs_per_sm)
     fit = resident_programs(limits, plan.tiling.warps, min(use.registers, cap), use.shared_bytes)
     if fit < needed:
