@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 import fastnorm
 from fastnorm import functional
 from fastnorm.semantics import SEMANTICS
-from tests.contract.norms import KINDS, close, formula, operator, pair, same, seeded
 from tests.conftest import Route
+from tests.contract.norms import KINDS, close, formula, operator, pair, same, seeded
 
 PRESENT = list(itertools.product([True, False], repeat=2))
 

@@ -60,7 +60,7 @@ def figures(plan: Plan, limits: DeviceLimits, folder: Path) -> Compiled:
     """Registers, spilled words and shared bytes of a plan, off the compiled binary."""
     from triton import knobs
 
-    from fastnorm.kernels.launch import compile_plan
+    from fastnorm.kernels.compile import compile_plan
 
     compiled = compile_plan(plan, limits.capability)
     binary = folder / "kernel.cubin"

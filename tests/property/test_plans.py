@@ -39,7 +39,8 @@ def test_accepted_plans_fit_the_device(problem: NormProblem, device: DeviceLimit
         return
     tiling, use = plan.tiling, plan.footprint
     assert tiling.chunk & (tiling.chunk - 1) == 0
-    assert tiling.chunk * tiling.chunks >= problem.hidden > tiling.chunk * (tiling.chunks - 1)
+    assert tiling.chunk * tiling.chunks * tiling.split >= problem.hidden
+    assert problem.hidden > tiling.chunk * (tiling.chunks - 1)
     assert use == footprint(problem, tiling)
     assert use.shared_bytes <= device.shared_bytes_per_program
     assert plan.max_registers <= device.max_registers_per_thread
@@ -48,20 +49,37 @@ def test_accepted_plans_fit_the_device(problem: NormProblem, device: DeviceLimit
     assert fit >= max(1, plan.programs_per_sm)
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(problems(), devices(), st.integers(1, 2**40))
 def test_grids_cover_the_rows_and_never_exceed_what_is_resident(
     problem: NormProblem, device: DeviceLimits, rows: int
 ) -> None:
-    """B02, B11, B12: idle programs are not launched, and no axis depends on rows beyond the
-    grid."""
+    """B02, B11, B12: idle programs are not launched, and every row has its programs."""
     plan = decide(problem, device).plan
     if plan is None:
         return
-    programs = plan.grid(rows, device.sm_count)
-    assert 1 <= programs <= max(1, -(-rows // plan.tiling.block_m))
-    if problem.direction == "backward":
+    tiling = plan.tiling
+    programs, blocks = plan.grid(rows, device.sm_count), -(-rows // tiling.block_m)
+    assert tiling.split <= programs <= blocks * tiling.split
+    assert programs % tiling.split == 0
+    if plan.programs_per_sm:
         assert programs <= device.sm_count * plan.programs_per_sm
+    else:
+        assert programs == blocks and not plan.cooperative
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3, 7, 132])
+@pytest.mark.parametrize("hidden", [1024, 16384, 20480, 32768, 65536, 131072])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_that_are_split_have_programs_on_any_gpu(
+    multiprocessors: int, hidden: int, norm: str, direction: str
+) -> None:
+    """A row split over more programs than a small GPU holds would never be computed."""
+    problem = NormProblem(direction, norm, hidden, "bf16", "bf16", "bf16", "bf16")
+    device = dataclasses.replace(H200, sm_count=multiprocessors)
+    plan = decide(problem, device).plan
+    assert plan is None or plan.grid(5, multiprocessors) >= plan.tiling.split
 
 
 @settings(max_examples=100)
