@@ -77,8 +77,8 @@ def forward(
         kernel = routing.forward_kernel(rows.problem, _device_index(x))
         if kernel is not None:
             shape = stats_shape(x, normalized_ndim, SEMANTICS[semantics].centered)
-            y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-            stats = torch.empty(shape, dtype=torch.float32, device=x.device)
+            y = _unwritten(x) if out_dtype == x.dtype else _unwritten(x, out_dtype)
+            stats = x.new_empty(shape, dtype=torch.float32)
             kernel(rows, eps, y, stats)
             routing.count("forward", kernel.route)
             return y, stats
@@ -114,9 +114,9 @@ def backward(
         rows = backward_rows(dy, x, weight, bias, hidden, semantics, mask)
         kernel = routing.backward_kernel(rows.problem, _device_index(x))
         if kernel is not None:
-            dx = _result_like(x, mask[0])
-            dw = _result_like(weight, mask[1])
-            db = _result_like(bias, mask[2])
+            dx = _unwritten(x) if mask[0] else None
+            dw = None if weight is None or not mask[1] else _unwritten(weight)
+            db = None if bias is None or not mask[2] else _unwritten(bias)
             kernel(rows, stats, dx, dw, db)
             routing.count("backward", kernel.route)
             return dx, dw, db
@@ -124,11 +124,11 @@ def backward(
     return _torch_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
 
 
-def _result_like(t: Tensor | None, wanted: bool) -> Tensor | None:
-    """An unwritten contiguous result of t's shape and dtype."""
-    if t is None or not wanted:
-        return None
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+def _unwritten(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous result of t's shape, by the cheapest call that makes one."""
+    if dtype is None and t.is_contiguous():
+        return torch.empty_like(t)
+    return torch.empty(t.shape, dtype=dtype or t.dtype, device=t.device)
 
 
 def _requires_grad(t: Tensor | None) -> bool:

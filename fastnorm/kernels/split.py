@@ -115,7 +115,7 @@ def norm_backward_split(
     x = ()
     dy = ()
     for k in tl.static_range(CHUNKS):
-        if HAS_WEIGHT and KEEP_WEIGHT:
+        if HAS_WEIGHT and KEEP_WEIGHT and NEEDS_DX:
             weight = weight + (load_slice_columns(weight_ptr, first, k, N, CHUNK, EVEN),)
         if NEEDS_DW:
             dw = dw + (tl.zeros([CHUNK], tl.float32),)
@@ -131,8 +131,9 @@ def norm_backward_split(
     steps = (M - group + groups - 1) // groups
     for step in tl.range(0, steps + 1, num_stages=STAGES):
         in_rows = row < M
-        ready_ptr = slots_ptr + ((step + RING - 1) % RING) * (SUMS * SPLIT)
-        ready = peek(ready_ptr, SUMS * SPLIT)
+        if NEEDS_DX:
+            ready_ptr = slots_ptr + ((step + RING - 1) % RING) * (SUMS * SPLIT)
+            ready = peek(ready_ptr, SUMS * SPLIT)
         next_x = ()
         next_dy = ()
         for k in tl.static_range(CHUNKS):
@@ -146,33 +147,35 @@ def norm_backward_split(
         next_mean = 0.0
         if CENTERED:
             next_mean = tl.load(stats_ptr + M + row, mask=in_rows, other=0.0)
-        sum_x_wdy = tl.zeros([CHUNK], tl.float32)
-        sum_wdy = tl.zeros([CHUNK], tl.float32)
-        for k in tl.static_range(CHUNKS):
-            x_k, wdy = next_x[k].to(tl.float32), next_dy[k].to(tl.float32)
-            if HAS_WEIGHT:
-                if KEEP_WEIGHT:
-                    w_k = weight[k]
-                else:
-                    w_k = load_slice_columns(weight_ptr, first, k, N, CHUNK, EVEN)
-                wdy = wdy * widen_weight(w_k, WEIGHT_OFFSET)
+        if NEEDS_DX:
+            sum_x_wdy = tl.zeros([CHUNK], tl.float32)
+            sum_wdy = tl.zeros([CHUNK], tl.float32)
+            for k in tl.static_range(CHUNKS):
+                x_k, wdy = next_x[k].to(tl.float32), next_dy[k].to(tl.float32)
+                if HAS_WEIGHT:
+                    if KEEP_WEIGHT:
+                        w_k = weight[k]
+                    else:
+                        w_k = load_slice_columns(weight_ptr, first, k, N, CHUNK, EVEN)
+                    wdy = wdy * widen_weight(w_k, WEIGHT_OFFSET)
+                if CENTERED:
+                    x_k = x_k - next_mean
+                    sum_wdy += wdy
+                sum_x_wdy += x_k * wdy
+            slot_ptr = slots_ptr + (step % RING) * (SUMS * SPLIT) + part
+            publish(slot_ptr, tl.sum(sum_x_wdy, 0), step + 1)
             if CENTERED:
-                x_k = x_k - next_mean
-                sum_wdy += wdy
-            sum_x_wdy += x_k * wdy
-        slot_ptr = slots_ptr + (step % RING) * (SUMS * SPLIT) + part
-        publish(slot_ptr, tl.sum(sum_x_wdy, 0), step + 1)
-        if CENTERED:
-            publish(slot_ptr + SPLIT, tl.sum(sum_wdy, 0), step + 1)
+                publish(slot_ptr + SPLIT, tl.sum(sum_wdy, 0), step + 1)
 
         if step > 0:
-            sums = collect(ready, ready_ptr, step, SUMS * SPLIT)
-            if CENTERED:
-                c1, c2 = tl.split(tl.sum(tl.reshape(sums, [2, SPLIT]), 1))
-                c2 = c2 * (1.0 / N)
-            else:
-                c1 = tl.sum(sums, 0)
-            c1 = c1 * (1.0 / N) * rstd
+            if NEEDS_DX:
+                sums = collect(ready, ready_ptr, step, SUMS * SPLIT)
+                if CENTERED:
+                    c1, c2 = tl.split(tl.sum(tl.reshape(sums, [2, SPLIT]), 1))
+                    c2 = c2 * (1.0 / N)
+                else:
+                    c1 = tl.sum(sums, 0)
+                c1 = c1 * (1.0 / N) * rstd
             for k in tl.static_range(CHUNKS):
                 x_k, dy_k = x[k].to(tl.float32), dy[k].to(tl.float32)
                 x_hat = (x_k - mean) * rstd if CENTERED else x_k * rstd
