@@ -169,6 +169,13 @@ class FixedEpsNorm(nn.Module):
         return (_x_hat(x.float(), 1e-6) * self.weight.float()).type_as(x)
 
 
+class SmallFixedEpsNorm(FixedEpsNorm):
+    """Only rows as small as 1e-6 tell this eps from another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (_x_hat(x.float(), 1e-12) * self.weight.float()).type_as(x)
+
+
 class BufferNorm(nn.Module):
     """A frozen norm: the weight is a buffer, and another buffer does nothing."""
 
@@ -198,6 +205,7 @@ RECOGNISED: dict[type[nn.Module], str] = {
     ChannelsFirstNorm: "layer",
     FixedSizeNorm: "layer",
     FixedEpsNorm: "rms_fp32",
+    SmallFixedEpsNorm: "rms_fp32",
     BufferNorm: "rms_fp32",
 }
 """Class and the kind it is."""
@@ -245,7 +253,7 @@ class ClampedNorm(_Refused):
     """Equal to Llama's unless a value is large."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.clamp(-5000, 5000))
+        return self.norm(torch.where(x.isfinite(), x.clamp(-5000, 5000), x))
 
 
 class CappedEpsNorm(_Refused):
@@ -391,10 +399,11 @@ class RegistryNorm(_Refused):
 
 
 class MixedDtypeNorm(_Refused):
-    """Equal to torch's LayerNorm except for half input with an fp32 weight (ESMFold's)."""
+    """Equal to torch's LayerNorm except for bf16 input with an fp32 weight (ESMFold's)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (N,), self.weight.to(x.dtype), None, self.eps)
+        weight = self.weight.to(x.dtype) if x.dtype == torch.bfloat16 else self.weight
+        return F.layer_norm(x, (N,), weight, None, self.eps)
 
 
 class TwoWeightsNorm(_Refused):

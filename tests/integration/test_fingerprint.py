@@ -13,14 +13,18 @@ from norm_zoo import (
     BufferNorm,
     CastBackLayerNorm,
     CohereLike,
+    DropoutNorm,
+    FixedEpsNorm,
     Fp32LayerNorm,
     GemmaLike,
     LlamaLike,
     N,
+    NoisyNorm,
     OwnNamesNorm,
     PerHeadRmsNorm,
     RegistryNorm,
     ScaleNorm,
+    SmallFixedEpsNorm,
     WeightlessNorm,
     input_for,
     randomized,
@@ -91,6 +95,8 @@ def test_recognition_runs_no_hook_and_draws_no_number() -> None:
     before = torch.random.get_rng_state()
     assert isinstance(recognise(module), Recipe)
     assert calls == []
+    for drawing in (NoisyNorm, DropoutNorm):
+        assert isinstance(recognise(drawing()), Refusal)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert module.weight is weight and weight._version == version and weight.grad is None
 
@@ -160,6 +166,13 @@ def test_attribute_that_only_looks_like_eps_is_not_taken_for_it() -> None:
     assert isinstance(recipe, Recipe) and recipe.eps == "tiny"
 
 
+@pytest.mark.parametrize(("cls", "eps"), [(FixedEpsNorm, 1e-6), (SmallFixedEpsNorm, 1e-12)])
+def test_eps_written_into_the_forward_is_found(cls: type[nn.Module], eps: float) -> None:
+    recipe = recognise(cls())
+    assert isinstance(recipe, Recipe)
+    assert (recipe.eps, recipe.fixed_eps) == (None, eps)
+
+
 def test_buffer_that_does_nothing_is_told_from_the_weight() -> None:
     recipe = recognise(BufferNorm())
     assert isinstance(recipe, Recipe) and recipe.weight == "weight"
@@ -178,11 +191,14 @@ def test_weight_row_per_head_is_applied_to_its_own_head() -> None:
         assert len(fastnorm.patch(PerHeadRmsNorm())) == 0
 
 
-def test_double_precision_stays_with_the_class() -> None:
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.float64], ids=str)
+def test_double_precision_stays_with_the_class(x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     """Llama's class computes fp64 input in fp32; a patched one must not be better by surprise."""
-    module = randomized(LlamaLike(), dtype=torch.float64)
-    original, x = copy.deepcopy(module), sample(dtype=torch.float64)
+    module = randomized(LlamaLike(), dtype=w_dtype)
+    original, x = copy.deepcopy(module), sample(dtype=x_dtype)
     fastnorm.patch(module)
+    assert module(x).dtype == original(x).dtype
     assert torch.equal(module(x), original(x))
 
 
