@@ -15,7 +15,7 @@ from fastnorm.patching import standin
 from fastnorm.patching.fingerprint import BIAS_NAMES, WEIGHT_NAMES, fingerprint
 from fastnorm.patching.observation import EPS_NAMES
 from fastnorm.patching.recipe import Recipe, Refusal
-from fastnorm.patching.swap import is_patched
+from fastnorm.patching.swap import has_forward_of_its_own, is_patched
 from fastnorm.semantics import SEMANTICS
 
 _LAYER = Recipe("layer", weight="weight", bias="bias", shape="normalized_shape", exact=True)
@@ -132,7 +132,7 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 def _swap_obstacle(module: nn.Module) -> Refusal | None:
     """What forbids a change of class, whatever the module computes."""
-    if "forward" in vars(module):
+    if has_forward_of_its_own(module):
         return Refusal("its forward was replaced on the instance, by a hook or another tool")
     if parametrize.is_parametrized(module):
         return Refusal("it has parametrizations: patch before parametrizing")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastnorm.patching.probes import ON_CPU
 from fastnorm.patching.recipe import Refusal
 
-_MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+_MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "forward"}
 _PLAIN = (
     bool,
     int,

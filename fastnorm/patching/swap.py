@@ -62,8 +62,22 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return cast(type[nn.Module], vars(type(module))["_fastnorm_original"])
 
 
+def has_forward_of_its_own(module: nn.Module) -> bool:
+    """Whether a forward on the instance hides its class's.
+
+    The class's own forward, bound to the instance, hides nothing: accelerate leaves it there when
+    it takes its hooks off. A change of class removes it.
+    """
+    own = vars(module).get("forward")
+    if own is None:
+        return False
+    bound = getattr(own, "__func__", None), getattr(own, "__self__", None)
+    return bound[0] is not type(module).forward or bound[1] is not module
+
+
 def swap(module: nn.Module, recipe: Recipe) -> None:
     """Make `module` compute by `recipe`. Parameters, hooks, buffers and attributes stay as is."""
+    vars(module).pop("forward", None)
     module.__class__ = fast_class(type(module), recipe)
 
 
@@ -75,6 +89,7 @@ def restore(module: nn.Module, name: str) -> None:
     """
     check_restorable(module, name)
     if is_patched(module):
+        vars(module).pop("forward", None)
         module.__class__ = original_class(module)
 
 
@@ -89,7 +104,7 @@ def check_restorable(module: nn.Module, name: str) -> None:
             "first (for a parametrization: torch.nn.utils.parametrize.remove_parametrizations), "
             "then unpatch"
         )
-    if "forward" in vars(module):
+    if has_forward_of_its_own(module):
         raise RuntimeError(
             f"layer {shown!r} got a forward of its own after it was patched, which may hold the "
             "patched one; take that off first (for accelerate: accelerate.hooks."

@@ -538,6 +538,27 @@ def test_forward_wrapped_after_patching_blocks_the_undo() -> None:
     assert type(module) is nn.LayerNorm
 
 
+@pytest.mark.parametrize("cls", [nn.LayerNorm, LlamaLike])
+def test_hooks_of_accelerate(cls: type[nn.Module]) -> None:
+    """They wrap forward on the instance, and leave the class's own there when taken off."""
+    hooks = pytest.importorskip("accelerate.hooks", exc_type=ImportError)
+    module = hooks.add_hook_to_module(randomized(cls(N)), hooks.ModelHook())
+    expected = module(sample())
+    with pytest.warns(UserWarning):
+        assert "replaced on the instance" in fastnorm.patch(module).skipped[0].reason
+    hooks.remove_hook_from_module(module)
+    report = fastnorm.patch(module)
+    assert len(report) == 1 and "forward" not in vars(module)
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+    assert torch.equal(module(sample()), expected)
+    with pytest.raises(RuntimeError, match="accelerate.hooks.remove_hook_from_module"):
+        report.undo()
+    hooks.remove_hook_from_module(module)
+    report.undo()
+    assert type(module) is cls and "forward" not in vars(module)
+    assert torch.equal(module(sample()), expected)
+
+
 def test_forward_of_another_tool_in_torch_s_class_is_not_taken_for_torch_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
