@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm for any PyTorch model, unchanged in meaning and faster. See: README.md."""
 
+from fastnorm.explainer import explain
+from fastnorm.explanation import Explanation
 from fastnorm.functional import KernelUnavailable, backend, layer_norm, rms_norm
 from fastnorm.modules import LayerNorm, RMSNorm
 from fastnorm.patching import Report, patch, register, unpatch, verify
@@ -8,12 +10,14 @@ from fastnorm.routing import Stats, reset_stats, stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "Explanation",
     "KernelUnavailable",
     "LayerNorm",
     "RMSNorm",
     "Report",
     "Stats",
     "backend",
+    "explain",
     "layer_norm",
     "patch",
     "register",

@@ -148,7 +148,7 @@ def norm(
         if choice == "triton":
             raise KernelUnavailable(f'backend="triton" cannot run: {reason}')
         return _torch(input, shape, weight, bias, eps, kind)
-    out_dtype = _result_dtype(input, weight, kind)
+    out_dtype = result_dtype(input, weight, kind)
     if choice == "triton":
         _require_kernels(input, weight, bias, len(shape), kind, out_dtype)
     return apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
@@ -235,7 +235,7 @@ def _needs_reference(input: Tensor) -> str:
     return ""
 
 
-def _result_dtype(input: Tensor, weight: Tensor | None, kind: Semantics) -> torch.dtype:
+def result_dtype(input: Tensor, weight: Tensor | None, kind: Semantics) -> torch.dtype:
     """The dtype torch's own function, or the layer the kind is named after, would return here."""
     if kind.name in AUTOCAST_TO_FP32 and torch.is_autocast_enabled(input.device.type):
         if input.device.type == "cuda" and input.dtype != torch.float64:

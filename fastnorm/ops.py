@@ -33,7 +33,7 @@ def _device_index(x: Tensor) -> int:
     return x.device.index if x.is_cuda else routing.INTERPRETER
 
 
-def _no_kernels(x: Tensor, weight: Tensor | None, hidden: int) -> str:
+def why_torch(x: Tensor, weight: Tensor | None, hidden: int) -> str:
     """Why no kernel can serve these tensors, whatever the plan says; "" where one may."""
     if not x.is_cuda and not (x.device.type == "cpu" and routing.device.interpreting()):
         return (
@@ -72,7 +72,7 @@ def forward(
         mean (`[1, ...]`: rstd, where nothing is centred), fp32 (fp64 for fp64).
     """
     hidden = hidden_size(x, normalized_ndim)
-    if x.numel() and not _no_kernels(x, weight, hidden):
+    if x.numel() and not why_torch(x, weight, hidden):
         rows = forward_rows(x, weight, bias, hidden, semantics, out_dtype)
         kernel = routing.forward_kernel(rows.problem, _device_index(x))
         if kernel is not None:
@@ -110,7 +110,7 @@ def backward(
     hidden = hidden_size(x, normalized_ndim)
     want_dx, want_dw, want_db = output_mask
     mask = (want_dx, want_dw and weight is not None, want_db and bias is not None)
-    if x.numel() and not _no_kernels(x, weight, hidden):
+    if x.numel() and not why_torch(x, weight, hidden):
         rows = backward_rows(dy, x, weight, bias, hidden, semantics, mask)
         kernel = routing.backward_kernel(rows.problem, _device_index(x))
         if kernel is not None:
@@ -146,7 +146,7 @@ def why_no_kernel(
     """Every reason for which kernels do not serve a call (forward, and backward where gradients are
     wanted)."""
     hidden = hidden_size(x, normalized_ndim)
-    if reason := _no_kernels(x, weight, hidden):
+    if reason := why_torch(x, weight, hidden):
         return [reason]
     if not x.numel():
         return []

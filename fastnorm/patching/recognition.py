@@ -96,7 +96,7 @@ def recognise(module: nn.Module) -> Recipe | Refusal | None:
         return _swap_obstacle(module) or _registered_recipe(module, registration)
     if isinstance(module, _OTHER_AXES):
         return Refusal("normalises over a batch or groups of channels: another kind of layer")
-    exact = _exact(cls)
+    exact = exact_recipe(cls)
     if exact is None and not _looks_like_norm(module):
         return None
     obstacle = _swap_obstacle(module)
@@ -111,7 +111,7 @@ def recognise(module: nn.Module) -> Recipe | Refusal | None:
     return _fingerprints[key]
 
 
-def _exact(cls: type[nn.Module]) -> Recipe | None:
+def exact_recipe(cls: type[nn.Module]) -> Recipe | None:
     """The recipe of torch's own two, and of subclasses that leave their forward alone."""
     if cls.__call__ is not nn.Module.__call__:
         return None
