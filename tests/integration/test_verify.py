@@ -11,7 +11,6 @@ from norm_zoo import CohereLike, GemmaLike, LlamaLike, N, randomized, sample
 from torch import Tensor, nn
 
 import fastnorm
-from fastnorm.patching import recognition
 from fastnorm.patching.verification import Difference
 
 
@@ -37,11 +36,6 @@ def net() -> nn.Module:
     model = randomized(Net())
     nn.init.constant_(model.batch.running_var, 1.5)
     return model
-
-
-@pytest.fixture(autouse=True)
-def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recognition, "_registered", {})
 
 
 def test_right_patch_is_within_rounding_and_everything_is_compared(net: nn.Module) -> None:
