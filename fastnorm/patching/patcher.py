@@ -112,6 +112,7 @@ def _entry(name: str, module: nn.Module, recipe: Recipe) -> Patched:
         semantics=recipe.semantics,
         hidden=None if shape is None else math.prod(shape),
         dtype=None if weight is None else str(weight.dtype).removeprefix("torch."),
+        note="its own forward under autocast" if recipe.under_autocast == "original" else "",
     )
 
 

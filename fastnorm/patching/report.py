@@ -26,6 +26,7 @@ class Patched:
         semantics: the kind of norm it was recognised as.
         hidden: features that share one mean and variance; None: fixed by no parameter.
         dtype: of the weight ("bfloat16"); None: without weight.
+        note: when fastnorm does not run it after all; "" for most.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Patched:
     semantics: str
     hidden: int | None
     dtype: str | None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class Report:
 
 def _describe(entry: Patched) -> str:
     size = "any size" if entry.hidden is None else str(entry.hidden)
-    return f"{entry.semantics} [{size}] {entry.dtype or 'no weight'}"
+    shown = f"{entry.semantics} [{size}] {entry.dtype or 'no weight'}"
+    return f"{shown}, {entry.note}" if entry.note else shown
 
 
 def _grouped(rows: Iterable[tuple[str, str, str]]) -> list[tuple[int, str, str, str]]:

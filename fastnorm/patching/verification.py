@@ -242,7 +242,7 @@ def _scalar(output: object, outputs: dict[str, Tensor], seed: int) -> Tensor | N
         if tensor.requires_grad:
             weights = torch.randn(tensor.shape, generator=generator).to(tensor.device)
             terms.append((tensor * weights).mean())
-    return sum(terms[1:], start=terms[0]) if terms else None
+    return sum((term.to(terms[0].device) for term in terms[1:]), terms[0]) if terms else None
 
 
 @contextmanager

@@ -138,6 +138,22 @@ class OffsetLayerNorm(nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
 
 
+class AutocastingLayerNorm(nn.LayerNorm):
+    """Half precision throughout under autocast, as no kind here: its own forward runs there."""
+
+    def __init__(self, size: int = N, eps: float = 1e-5) -> None:
+        super().__init__(size, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        arguments = (x, self.weight + 1.0, self.bias)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            arguments = tuple(t.to(dtype) for t in arguments)
+        x, weight, bias = arguments
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class ChannelsFirstNorm(nn.LayerNorm):
     def __init__(self, size: int = N, eps: float = 1e-6) -> None:
         super().__init__(size, eps=eps)
@@ -200,6 +216,7 @@ RECOGNISED: dict[type[nn.Module], str] = {
     Fp32LayerNorm: "layer_fp32",
     CastBackLayerNorm: "layer",
     OffsetLayerNorm: "layer_offset",
+    AutocastingLayerNorm: "layer_offset",
     ChannelsFirstNorm: "layer",
     FixedSizeNorm: "layer",
     FixedEpsNorm: "rms_fp32",

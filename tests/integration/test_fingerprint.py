@@ -17,6 +17,7 @@ from norm_lookalikes import (
 )
 from norm_zoo import (
     RECOGNISED,
+    AutocastingLayerNorm,
     BufferNorm,
     CastBackLayerNorm,
     CohereLike,
@@ -219,6 +220,21 @@ def test_layer_that_casts_back_is_fp32_inside_under_autocast() -> None:
     recipe = recognise(CastBackLayerNorm())
     assert isinstance(recipe, Recipe)
     assert (recipe.semantics, recipe.under_autocast) == ("layer", "layer_fp32")
+
+
+def test_layer_of_no_kind_under_autocast_runs_its_own_forward_there() -> None:
+    module = randomized(AutocastingLayerNorm())
+    original, x = copy.deepcopy(module), sample()
+    report = fastnorm.patch(module)
+    assert report.patched[0].note == "its own forward under autocast"
+    assert "layer_offset [48] float32, its own forward under autocast" in str(report)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fastnorm.reset_stats()
+        y = module(x)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, original(x))
+        assert fastnorm.stats().forward == {}
+    module(x)
+    assert fastnorm.stats().forward == {"torch": 1}
 
 
 def test_second_layer_of_a_configuration_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
