@@ -141,7 +141,7 @@ def _torch_norm(
     """torch's own function, in fp32 where it refuses a mix of dtypes, and right at one feature."""
     if not semantics.centered:
         return F.rms_norm(x, shape, weight, eps)
-    if shape == (1,):
+    if all(size == 1 for size in shape):
         return _single_feature(x, weight, bias)
     dtypes = {p.dtype for p in (weight, bias) if p is not None}
     half_on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
