@@ -13,9 +13,13 @@ from torch import Tensor
 
 from fastnorm import ops, reference, routing
 from fastnorm.autograd import apply
-from fastnorm.semantics import SEMANTICS, Semantics
+from fastnorm.semantics import Semantics
+from fastnorm.validation import validate
 
 Backend = Literal["auto", "triton", "torch"]
+#: What comes out under autocast: what torch's function gives, the input's dtype, or the dtype that
+#: autocast casts the next linear layer's input to.
+AutocastOutput = Literal["torch", "input", "autocast"]
 
 
 class _Context(threading.local):
@@ -64,6 +68,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     backend: Backend | None = None,
+    autocast_output: AutocastOutput = "torch",
 ) -> Tensor:
     """`y = (x - mean)·rstd·weight + bias` over the trailing dimensions, as
     `torch.nn.functional.layer_norm`.
@@ -74,16 +79,27 @@ def layer_norm(
         weight, bias: `normalized_shape`, any floating dtype, or None.
         eps: added to the variance.
         backend: overrides the context's choice, see `fastnorm.backend`.
+        autocast_output: the result's dtype under autocast: "torch" (as torch's own function),
+            "input" (input's), or "autocast" (autocast's, which the next linear layer casts to
+            anyway: the same numbers there, and no fp32 copy written, read and kept).
 
     Returns:
-        `[..., *normalized_shape]` in input's dtype (under autocast: as torch's own function).
+        `[..., *normalized_shape]` in input's dtype, but for `autocast_output` under autocast.
 
     Raises:
         ValueError: shapes do not fit.
         TypeError: dtypes are not floating.
         KernelUnavailable: `backend="triton"` and no kernel can run.
     """
-    return norm(input, normalized_shape, weight, bias, eps, semantics="layer", backend=backend)
+    return norm(
+        input,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        backend=backend,
+        autocast_output=autocast_output,
+    )
 
 
 def rms_norm(
@@ -93,6 +109,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     backend: Backend | None = None,
+    autocast_output: AutocastOutput = "torch",
 ) -> Tensor:
     """`y = x·rstd·weight` with `rstd = (mean(x²) + eps)^-1/2`, as `torch.nn.functional.rms_norm`.
 
@@ -102,16 +119,28 @@ def rms_norm(
         weight: `normalized_shape`, any floating dtype, or None.
         eps: added to the mean square; None: the machine epsilon of fp32 (of fp64 for fp64).
         backend: overrides the context's choice, see `fastnorm.backend`.
+        autocast_output: the result's dtype under autocast: "torch" (as torch's own function),
+            "input" (input's), or "autocast" (autocast's, which the next linear layer casts to
+            anyway: the same numbers there, and no fp32 copy written, read and kept).
 
     Returns:
-        `[..., *normalized_shape]` in input's dtype (under autocast: as torch's own function).
+        `[..., *normalized_shape]` in input's dtype, but for `autocast_output` under autocast.
 
     Raises:
         ValueError, TypeError, KernelUnavailable: as `layer_norm`.
     """
     if eps is None:
         eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
-    return norm(input, normalized_shape, weight, None, eps, semantics="rms", backend=backend)
+    return norm(
+        input,
+        normalized_shape,
+        weight,
+        None,
+        eps,
+        semantics="rms",
+        backend=backend,
+        autocast_output=autocast_output,
+    )
 
 
 def norm(
@@ -123,11 +152,12 @@ def norm(
     *,
     semantics: str = "layer",
     backend: Backend | None = None,
+    autocast_output: AutocastOutput = "torch",
 ) -> Tensor:
     """Any kind of norm (see `fastnorm.semantics`); `layer_norm` and `rms_norm` are two of them.
 
     Args:
-        input, normalized_shape, weight, bias, eps, backend: as `layer_norm`.
+        input, normalized_shape, weight, bias, eps, backend, autocast_output: as `layer_norm`.
         semantics: a key of `fastnorm.semantics.SEMANTICS`.
 
     Raises:
@@ -140,80 +170,18 @@ def norm(
         if isinstance(normalized_shape, int)
         else tuple(normalized_shape)
     )
-    kind = _validate(input, shape, weight, bias, semantics)
+    kind = validate(input, shape, weight, bias, semantics)
+    out_dtype = result_dtype(input, weight, kind, autocast_output)
     choice = _context.backend if backend is None else checked_backend(backend)
     if choice == "torch" or not (input.is_cuda or choice == "triton"):
-        return _torch(input, shape, weight, bias, eps, kind)
+        return _torch(input, shape, weight, bias, eps, kind, out_dtype)
     if reason := _needs_reference(input):
         if choice == "triton":
             raise KernelUnavailable(f'backend="triton" cannot run: {reason}')
-        return _torch(input, shape, weight, bias, eps, kind)
-    out_dtype = result_dtype(input, weight, kind)
+        return _torch(input, shape, weight, bias, eps, kind, out_dtype)
     if choice == "triton":
         _require_kernels(input, weight, bias, len(shape), kind, out_dtype)
     return apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
-
-
-def _validate(
-    input: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    semantics: str,
-) -> Semantics:
-    """Raise for what no route may compute; torch's own errors where they are clear."""
-    kind = SEMANTICS.get(semantics)
-    if kind is None:
-        raise ValueError(f"unknown semantics {semantics!r}; known: {', '.join(SEMANTICS)}")
-    if not shape:
-        raise ValueError("normalized_shape is empty; give at least one trailing dimension")
-    if input.shape[-len(shape) :] != shape:
-        raise RuntimeError(
-            f"normalized_shape={list(shape)} expects input with shape "
-            f"[*, {', '.join(map(str, shape))}], but got input of size {list(input.shape)}"
-        )
-    if input.dtype not in _FLOATING:
-        raise RuntimeError(
-            f"expected a floating input of 16, 32 or 64 bits, got {input.dtype}; convert it first"
-        )
-    if weight is not None:
-        if weight.shape != shape and not _per_head(weight, input, shape, kind):
-            raise _shape_error("weight", weight, shape)
-        _validate_parameter("weight", weight, input)
-    if bias is not None:
-        if bias.shape != shape:
-            raise _shape_error("bias", bias, shape)
-        _validate_parameter("bias", bias, input)
-    return kind
-
-
-_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def _validate_parameter(name: str, parameter: Tensor, input: Tensor) -> None:
-    if parameter.device != input.device:
-        raise RuntimeError(
-            f"expected all tensors on one device, got input on {input.device} and {name} on "
-            f"{parameter.device}; move one of them"
-        )
-    if parameter.dtype not in _FLOATING:
-        raise RuntimeError(f"expected a floating {name}, got {parameter.dtype}; convert it first")
-
-
-def _shape_error(name: str, parameter: Tensor, shape: tuple[int, ...]) -> RuntimeError:
-    return RuntimeError(
-        f"expected {name} of shape {list(shape)} (the normalized_shape), "
-        f"got {list(parameter.shape)}"
-    )
-
-
-def _per_head(weight: Tensor, input: Tensor, shape: tuple[int, ...], kind: Semantics) -> bool:
-    """Cohere's weights: leading dimensions of the weight match input's, (heads, head_dim)."""
-    return (
-        kind.name == "layer_cohere"
-        and len(shape) < weight.dim() <= input.dim()
-        and weight.shape == input.shape[-weight.dim() :]
-    )
 
 
 def _needs_reference(input: Tensor) -> str:
@@ -235,10 +203,26 @@ def _needs_reference(input: Tensor) -> str:
     return ""
 
 
-def result_dtype(input: Tensor, weight: Tensor | None, kind: Semantics) -> torch.dtype:
-    """The dtype torch's own function, or the layer the kind is named after, would return here."""
-    if kind.name in AUTOCAST_TO_FP32 and torch.is_autocast_enabled(input.device.type):
-        if input.device.type == "cuda" and input.dtype != torch.float64:
+def result_dtype(
+    input: Tensor,
+    weight: Tensor | None,
+    kind: Semantics,
+    autocast_output: AutocastOutput = "torch",
+) -> torch.dtype:
+    """The dtype of a norm of these tensors, here and now.
+
+    Raises:
+        ValueError: `autocast_output` is none of the three.
+    """
+    if autocast_output not in ("torch", "input", "autocast"):
+        raise ValueError(
+            f"autocast_output must be one of {get_args(AutocastOutput)}, got {autocast_output!r}"
+        )
+    place = input.device.type
+    if torch.is_autocast_enabled(place) and input.dtype != torch.float64:
+        if autocast_output == "autocast":
+            return torch.get_autocast_dtype(place)
+        if autocast_output == "torch" and place == "cuda" and kind.name in AUTOCAST_TO_FP32:
             return torch.float32
     return reference.result_dtype(input.dtype, None if weight is None else weight.dtype, kind)
 
@@ -262,6 +246,7 @@ def _torch(
     bias: Tensor | None,
     eps: float,
     kind: Semantics,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """torch's operators, forward and backward; nothing of ours is between them and autograd."""
     if not torch.compiler.is_compiling():
@@ -270,7 +255,7 @@ def _torch(
             t is not None and t.requires_grad for t in (input, weight, bias)
         ):
             routing.count("backward", "torch")
-    return reference.norm(input, shape, weight, bias, eps, kind)
+    return reference.norm(input, shape, weight, bias, eps, kind, out_dtype)
 
 
 def _require_kernels(
