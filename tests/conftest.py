@@ -48,16 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         # numpy warns of inf - inf and overflow, which kernels on a GPU do in silence.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
-        _round_as_hardware_does()
+        _correct_the_interpreter()
     if importlib.util.find_spec("hypothesis"):
         _load_profile(config.getoption("--examples"))
 
 
-def _round_as_hardware_does() -> None:
-    """Let the interpreter round fp32 to bf16 to the nearest, as GPUs do; Triton 3.9's
-    truncates."""
+def _correct_the_interpreter() -> None:
+    """Round fp32 to bf16 to the nearest and pass integers in the 64 bits that kernels ask for, as
+    compiled code does; Triton 3.9's interpreter truncates, and passes 32 bits."""
+    import numpy as np
     import torch
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast = InterpreterBuilder.cast_impl
@@ -69,6 +71,14 @@ def _round_as_hardware_does() -> None:
         return cast(self, src, dst_type)
 
     InterpreterBuilder.cast_impl = rounding_cast
+    convert = interpreter._implicit_cvt
+
+    def wide_integers(arg):
+        if type(arg) is int:
+            return tl.tensor(TensorHandle(np.array([arg], dtype=np.int64), tl.int64), tl.int64)
+        return convert(arg)
+
+    interpreter._implicit_cvt = wide_integers
 
 
 def _load_profile(name: str) -> None:
@@ -112,9 +122,11 @@ class Route:
 
     Args:
         name: one of `ROUTES`.
+        thorough: everything is to be tried; else, in the interpreter, a part that takes seconds.
     """
 
     name: str
+    thorough: bool
 
     @property
     def device(self) -> str:
@@ -157,7 +169,8 @@ def route(request: pytest.FixtureRequest, poisoned: None) -> Iterator[Route]:
 
     import fastnorm
 
-    chosen = Route(request.config.getoption("--route"))
+    name = request.config.getoption("--route")
+    chosen = Route(name, name != "interpreter" or request.config.getoption("--full"))
     if chosen.name == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     with fastnorm.backend("triton" if chosen.name == "interpreter" else "auto"):
