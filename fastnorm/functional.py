@@ -219,7 +219,9 @@ def result_dtype(
             f"autocast_output must be one of {get_args(AutocastOutput)}, got {autocast_output!r}"
         )
     place = input.device.type
-    if torch.is_autocast_enabled(place) and input.dtype != torch.float64:
+    # Meta tensors have no autocast: asking whether it is on raises.
+    known = torch.amp.is_autocast_available(place)
+    if known and torch.is_autocast_enabled(place) and input.dtype != torch.float64:
         if autocast_output == "autocast":
             return torch.get_autocast_dtype(place)
         if autocast_output == "torch" and place == "cuda" and kind.name in AUTOCAST_TO_FP32:
