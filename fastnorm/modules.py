@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fastnorm.functional import AutocastOutput, Backend, checked_backend, layer_norm, rms_norm
@@ -21,12 +22,17 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(
         self,
-        *args: Any,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         backend: Backend | None = None,
         autocast_output: AutocastOutput = "torch",
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.backend = None if backend is None else checked_backend(backend)
         self.autocast_output = autocast_output
 
@@ -54,12 +60,16 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(
         self,
-        *args: Any,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         backend: Backend | None = None,
         autocast_output: AutocastOutput = "torch",
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.backend = None if backend is None else checked_backend(backend)
         self.autocast_output = autocast_output
 
