@@ -13,7 +13,7 @@ import fastnorm
 from fastnorm import functional
 from fastnorm.semantics import SEMANTICS
 from tests.conftest import Route
-from tests.contract.norms import KINDS, close, pair, seeded
+from tests.contract.norms import KINDS, OURS, close, pair, seeded
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: torch's own rule for x, weight and bias of three dtypes: LayerNorm refuses most mixes, fastnorm
@@ -169,3 +169,22 @@ def test_scaled_gradients_unscale(route: Route) -> None:
     frozen = model[1].weight.detach().clone()
     scaler.step(optimizer)
     assert torch.equal(frozen, model[1].weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_two_opt_ins_under_autocast(kind: str, route: Route) -> None:
+    """ "input" keeps the input's dtype, "autocast" gives what the next linear layer casts to;
+    without autocast neither changes anything."""
+    for choice in ("torch", "input", "autocast"):
+        module = OURS[kind](24, autocast_output=choice).to(route.device)
+        for x_dtype in FLOATS[:3]:
+            x = seeded(5, 24, device=route.device, dtype=x_dtype).requires_grad_()
+            assert module(x).dtype == x_dtype
+            with torch.autocast(route.device, torch.bfloat16):
+                y = module(x)
+            if choice != "torch":
+                assert y.dtype == (x_dtype if choice == "input" else torch.bfloat16)
+            y.float().square().sum().backward()
+            assert x.grad.dtype == x_dtype and module.weight.grad.dtype == torch.float32
+    with pytest.raises(ValueError, match="autocast_output must be one of"):
+        OURS[kind](24, autocast_output="half").to(route.device)(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -49,6 +50,16 @@ def test_constructors_keys_and_repr_are_torchs(kind: str, args: tuple, kwargs: d
         assert p.is_meta or torch.equal(p, q)
     for attribute in ("normalized_shape", "eps", "elementwise_affine"):
         assert getattr(ours, attribute) == getattr(torchs, attribute)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_signatures_begin_with_torchs(kind: str) -> None:
+    """Tools look for `device` among the arguments (skip_init), or for all of them by name."""
+    ours, torchs = (
+        [(p.name, p.default) for p in inspect.signature(c).parameters.values()]
+        for c in (OURS[kind], TORCHS[kind])
+    )
+    assert ours[: len(torchs)] == torchs
 
 
 @pytest.mark.parametrize("kind", KINDS)
