@@ -29,33 +29,32 @@ def apply(
             x, weight, bias, normalized_ndim, eps, semantics, out_dtype
         )[0]
     if torch.is_grad_enabled():
-        return _apply_norm(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
+        return _apply_norm(x, weight, bias, (normalized_ndim, eps, semantics, out_dtype))
     return _call_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)[0]
 
 
+#: What a call fixes beside its tensors: normalized_ndim, eps, semantics, out_dtype.
+Settings = tuple[int, float, str, torch.dtype]
+
+
 class Norm(torch.autograd.Function):
-    """A norm in eager mode."""
+    """A norm in eager mode. The settings are one argument: each costs host time of its own."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        normalized_ndim: int,
-        eps: float,
-        semantics: str,
-        out_dtype: torch.dtype,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: Settings
     ) -> Tensor:
-        y, stats = _call_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
+        """y, with what backward needs saved."""
+        y, stats = _call_forward(x, weight, bias, *settings)
         ctx.save_for_backward(x, weight, bias, stats)
-        ctx.static = (normalized_ndim, eps, semantics)
+        ctx.settings = settings
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        """Gradients by the kernel, or differentiable ones where autograd records."""
         x, weight, bias, stats = ctx.saved_tensors
-        normalized_ndim, eps, semantics = ctx.static
+        normalized_ndim, eps, semantics, _ = ctx.settings
         mask = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             grads = differentiable_backward(
@@ -63,7 +62,7 @@ class Norm(torch.autograd.Function):
             )
         else:
             grads = _call_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
-        return *grads, None, None, None, None
+        return *grads, None
 
 
 # `Function.apply` without its functorch prologue (8 us of Python): callers have ruled transforms

@@ -12,7 +12,8 @@ from triton.compiler import ASTSource
 from fastnorm.kernels.backward import norm_backward
 from fastnorm.kernels.finalize import norm_finalize
 from fastnorm.kernels.forward import norm_forward
-from fastnorm.kernels.split import norm_backward_split, norm_forward_split
+from fastnorm.kernels.split_backward import norm_backward_split
+from fastnorm.kernels.split_forward import norm_forward_split
 
 if TYPE_CHECKING:
     from fastnorm.plan import Plan
@@ -65,7 +66,8 @@ def _tiling(plan: Plan) -> dict[str, Any]:
     t = plan.tiling
     common = {"CHUNK": t.chunk, "CHUNKS": t.chunks}
     if t.split > 1:
-        return {"SPLIT": t.split, **common, "KEEP_WEIGHT": t.keep_weight, "STAGES": t.stages}
+        keep = {"KEEP_WEIGHT": t.keep_weight}
+        return {"SPLIT": t.split, **common, **keep, "STAGES": t.stages, "WARPS": t.warps}
     keep = {"KEEP_ROW": t.keep_row}
     if plan.problem.direction == "backward":
         keep["KEEP_WEIGHT"] = t.keep_weight

@@ -34,17 +34,27 @@ def publish(slot_ptr, value, tag):
 
 
 @triton.jit
-def peek(slots_ptr, COUNT: tl.constexpr):
-    """What partners have published so far, whether or not it is there yet."""
-    return tl.load(slots_ptr + tl.arange(0, COUNT), volatile=True)
+def peek(slots_ptr, COUNT: tl.constexpr, WARPS: tl.constexpr):
+    """What partners have published so far, whether or not it is there yet.
+
+    One element for each thread at least: were the same element held by several warps, Triton would
+    take their copies for equal, which loads at different times are not.
+    """
+    COPIES: tl.constexpr = max(1, 32 * WARPS // COUNT)
+    return tl.load(slots_ptr + tl.arange(0, COPIES * COUNT) % COUNT, volatile=True)
 
 
 @triton.jit
-def collect(words, slots_ptr, tag, COUNT: tl.constexpr):
-    """Wait until all words carry the tag; their values, fp32 [COUNT]."""
+def collect(words, slots_ptr, tag, COUNT: tl.constexpr, WARPS: tl.constexpr):
+    """Wait until all words of all copies carry the tag; their values, fp32 [COUNT]."""
+    COPIES: tl.constexpr = max(1, 32 * WARPS // COUNT)
     while tl.max(((words >> 32) != tag).to(tl.int32), 0) > 0:
-        words = peek(slots_ptr, COUNT)
-    return words.to(tl.int32).to(tl.float32, bitcast=True)
+        words = peek(slots_ptr, COUNT, WARPS)
+    values = words.to(tl.int32).to(tl.float32, bitcast=True)
+    if COPIES > 1:
+        # Equal by now, whichever is taken.
+        values = tl.max(tl.reshape(values, [COPIES, COUNT]), 0)
+    return values
 
 
 @triton.jit

@@ -26,8 +26,12 @@ WIDTHS = [
     *(6144, 7168, 8191, 8192, 8193, 10240, 12288, 14336, 16384, 16385, 18432, 20480, 24576),
     *(32768, 50000, 65536, 65537, 102400, 131072),
 ]
-#: One width for each schedule and dtype: tile, row with the weight kept and re-read, split.
-SCHEDULES = [(768, HALF), (4096, HALF), (12288, HALF), (16384, HALF), (32768, HALF), (20480, FULL)]
+#: A width for each schedule: tile, row with the weight kept and re-read, split with programs of
+#: one warp, of two, and of four.
+SCHEDULES = [
+    *((768, HALF), (4096, HALF), (12288, HALF), (16384, HALF), (32768, HALF)),
+    *((20480, FULL), (16384, FULL), (16385, FULL)),
+]
 
 
 def draw(

@@ -65,8 +65,8 @@ THIRD_PARTIES: dict[str, set[str]] = {
 
 #: Lines of a file, and of a function less its signature and docstring.
 LONGEST_FILE, LONGEST_FUNCTION = 320, 95
-#: What is longer, and may only get shorter: the split kernels, two loops over one protocol.
-LONGER = {"kernels/split.py": 352, "norm_backward_split": 118}
+#: What is longer, and may only get shorter: the body of one loop over one protocol.
+LONGER = {"norm_backward_split": 109}
 
 
 def sources() -> dict[str, ast.Module]:
@@ -190,13 +190,12 @@ def test_no_public_function_has_the_name_of_a_module() -> None:
 def test_files_and_functions_are_short(file: str) -> None:
     tree = SOURCES[file]
     lines = len((PACKAGE / file).read_text(encoding="utf-8").splitlines())
-    assert lines <= LONGER.get(file, LONGEST_FILE), f"{lines} lines: cut it along its parts"
+    assert lines <= LONGEST_FILE, f"{lines} lines: cut it along its parts"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
             length = (node.end_lineno or 0) - body[0].lineno + 1
-            longest = LONGER.get(node.name, LONGEST_FUNCTION)
-            assert length <= longest, f"{node.name}: {length} lines"
+            assert length <= LONGER.get(node.name, LONGEST_FUNCTION), f"{node.name}: {length} lines"
 
 
 @FILES
