@@ -6,6 +6,7 @@ from fastnorm.functional import KernelUnavailable, backend, layer_norm, rms_norm
 from fastnorm.modules import LayerNorm, RMSNorm
 from fastnorm.patching import Report, patch, register, unpatch, verify
 from fastnorm.routing import Stats, reset_stats, stats
+from fastnorm.tuning import Tuned, tune
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "RMSNorm",
     "Report",
     "Stats",
+    "Tuned",
     "backend",
     "explain",
     "layer_norm",
@@ -24,6 +26,7 @@ __all__ = [
     "reset_stats",
     "rms_norm",
     "stats",
+    "tune",
     "unpatch",
     "verify",
 ]

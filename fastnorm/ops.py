@@ -74,7 +74,7 @@ def forward(
     hidden = hidden_size(x, normalized_ndim)
     if x.numel() and not why_torch(x, weight, hidden):
         rows = forward_rows(x, weight, bias, hidden, semantics, out_dtype)
-        kernel = routing.forward_kernel(rows.problem, _device_index(x))
+        kernel = routing.forward_kernel(rows.problem, _device_index(x), rows.rows)
         if kernel is not None:
             shape = stats_shape(x, normalized_ndim, SEMANTICS[semantics].centered)
             y = _unwritten(x) if out_dtype == x.dtype else _unwritten(x, out_dtype)
@@ -83,7 +83,7 @@ def forward(
             routing.count("forward", kernel.route)
             return y, stats
     routing.count("forward", "torch")
-    return _torch_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
+    return torch_forward(x, weight, bias, normalized_ndim, eps, semantics, out_dtype)
 
 
 def backward(
@@ -112,7 +112,7 @@ def backward(
     mask = (want_dx, want_dw and weight is not None, want_db and bias is not None)
     if x.numel() and not why_torch(x, weight, hidden):
         rows = backward_rows(dy, x, weight, bias, hidden, semantics, mask)
-        kernel = routing.backward_kernel(rows.problem, _device_index(x))
+        kernel = routing.backward_kernel(rows.problem, _device_index(x), rows.rows)
         if kernel is not None:
             dx = _unwritten(x) if mask[0] else None
             dw = None if weight is None or not mask[1] else _unwritten(weight)
@@ -121,7 +121,7 @@ def backward(
             routing.count("backward", kernel.route)
             return dx, dw, db
     routing.count("backward", "torch")
-    return _torch_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
+    return torch_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
 
 
 def _unwritten(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -171,7 +171,7 @@ def _fused_by_torch(x: Tensor, semantics: str, *others: Tensor | None) -> bool:
     return x.is_cuda and same and semantics in ("layer", "rms") and x.numel() > 0
 
 
-def _torch_forward(
+def torch_forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -195,7 +195,7 @@ def _torch_forward(
     return y.contiguous(), torch.stack(stats[::-1]).view(saved)
 
 
-def _torch_backward(
+def torch_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,

@@ -18,6 +18,8 @@ from fastnorm.problem import ITEM_SIZE, NormProblem
 
 #: Widest row that each direction takes. Wider rows go to torch.
 WIDEST = {"forward": 131072, "backward": 131072}
+#: What stands for torch's own kernel where candidates are named.
+TORCH = "torch"
 #: How far the register model may exceed the cap before a plan is refused unseen: ptxas finds 10%
 #: more often than not, and what it does not find is refused by verification.
 REGISTER_SLACK = 1.1
@@ -121,7 +123,10 @@ class Decision:
 
 @functools.lru_cache(maxsize=4096)
 def decide(
-    problem: NormProblem, limits: DeviceLimits, refused: tuple[Rejection, ...] = ()
+    problem: NormProblem,
+    limits: DeviceLimits,
+    refused: tuple[Rejection, ...] = (),
+    preferred: str = "",
 ) -> Decision:
     """The first candidate within budget.
 
@@ -130,15 +135,19 @@ def decide(
         limits: of the device.
         refused: what verification against the compiler has refused so far; those candidates are
             passed over.
+        preferred: the candidate (in its own words) or "torch" that was measured fastest here; it
+            goes first.
 
     Returns:
         A decision; its `plan` is None when torch should run it, and then `reasons` says why.
     """
     if reasons := unsuitable(problem, limits):
         return Decision(None, refused, reasons)
+    if preferred == TORCH:
+        return Decision(None, refused, ("measured: torch's kernel is the fastest here",))
     skip = {r.candidate for r in refused}
     rejections = list(refused)
-    for plan in candidates(problem, limits):
+    for plan in sorted(candidates(problem, limits), key=lambda plan: plan.describe() != preferred):
         if plan.describe() in skip:
             continue
         rejection = over_budget(plan, limits)

@@ -3,10 +3,12 @@ counters live here."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,8 @@ class Stats:
 
 _counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
 _verified: dict[tuple[NormProblem, int], Verified] = {}
+_preferred: dict[tuple[NormProblem, int], str] = {}
+_recorded: dict[NormProblem, int] | None = None
 _lock = threading.Lock()
 
 
@@ -84,19 +88,34 @@ def limits(index: int) -> DeviceLimits:
     return device.interpreter_limits() if index == INTERPRETER else device.limits_for_device(index)
 
 
-def forward_kernel(problem: NormProblem, index: int) -> ForwardKernel | None:
+def forward_kernel(problem: NormProblem, index: int, rows: int = 0) -> ForwardKernel | None:
     """The verified kernel of a forward problem on a device, or None where torch runs it.
 
-    Compiles at most once per problem and device.
+    Compiles at most once per problem and device; `rows` does not matter to it (see `recording`).
     """
+    if _recorded is not None:
+        _recorded[problem] = max(rows, _recorded.get(problem, 0))
     found = _verified.get((problem, index))
     return (found or verified(problem, index)).kernel
 
 
-def backward_kernel(problem: NormProblem, index: int) -> BackwardKernel | None:
+def backward_kernel(problem: NormProblem, index: int, rows: int = 0) -> BackwardKernel | None:
     """As `forward_kernel`, for a backward problem."""
+    if _recorded is not None:
+        _recorded[problem] = max(rows, _recorded.get(problem, 0))
     found = _verified.get((problem, index))
     return (found or verified(problem, index)).kernel
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[NormProblem, int]]:
+    """Problems that kernels are asked for inside a `with` block, with their most rows at once."""
+    global _recorded
+    previous, _recorded = _recorded, {}
+    try:
+        yield _recorded
+    finally:
+        _recorded = previous
 
 
 def verified(problem: NormProblem, index: int) -> Verified:
@@ -118,6 +137,13 @@ def verified(problem: NormProblem, index: int) -> Verified:
         return _verified[key]
 
 
+def prefer(problem: NormProblem, index: int, choice: str) -> None:
+    """Let a measured choice go first: a candidate as `Plan.describe` words it, or "torch"."""
+    with _lock:
+        _preferred[problem, index] = choice
+        _verified.pop((problem, index), None)
+
+
 def _capturing() -> bool:
     import torch
 
@@ -128,17 +154,18 @@ def _verify(problem: NormProblem, limit: DeviceLimits, index: int) -> Verified:
     """Decide, compile, read the compiler's figures; on a refusal decide again without that
     candidate."""
     refused: list[Rejection] = []
+    preferred = _preferred.get((problem, index), "")
     while True:
-        decision = decide(problem, limit, tuple(refused))
+        decision = decide(problem, limit, tuple(refused), preferred)
         plan = decision.plan
         if plan is None:
             return Verified(decision)
         if index == INTERPRETER:
             return Verified(decision, _interpreted(plan, limit))
         try:
-            outcome = _build(plan, limit, index)
+            outcome = build(plan, limit, index)
         except (FileNotFoundError, subprocess.CalledProcessError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "compiler" not in str(error):
+            if isinstance(error, RuntimeError) and "C compiler" not in str(error):
                 raise
             reason = f"kernels cannot be built here: {error}"
             warnings.warn(f"fastnorm: {reason}; torch's kernels are used", stacklevel=4)
@@ -149,23 +176,32 @@ def _verify(problem: NormProblem, limit: DeviceLimits, index: int) -> Verified:
         return Verified(decision, *outcome)
 
 
-def _build(plan: Plan, limit: DeviceLimits, index: int) -> tuple[Any, Compiled] | Rejection:
-    """Compile and load a plan on the current device; the kernel and its figures, or what refuses
-    it."""
-    from triton.runtime.errors import OutOfResources
+def build(plan: Plan, limit: DeviceLimits, index: int) -> tuple[Any, Compiled] | Rejection:
+    """Compile a plan and load it on a device; the kernel and its figures, or what refuses it."""
+    import torch
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     from fastnorm.kernels.compile import compile_plan
 
-    compiled = compile_plan(plan, limit.capability)
     try:
-        compiled._init_handles()
-    except OutOfResources as error:
-        return Rejection(plan.describe(), f"{error.name} needed", error.required, error.limit)
-    figures = Compiled(compiled.n_regs, compiled.n_spills, compiled.metadata.shared)
-    return check(plan, limit, figures) or (
-        _launchable(plan, limit, index, compiled),
-        figures,
-    )
+        compiled = compile_plan(plan, limit.capability)
+    except (CompilationError, PTXASError, RuntimeError) as error:
+        if "C compiler" in str(error):
+            raise
+        warnings.warn(
+            f"fastnorm: Triton failed on a kernel, another is tried ({plan.describe()}): {error}",
+            stacklevel=5,
+        )
+        return Rejection(plan.describe(), "failures to compile", 1, 0)
+    with torch.cuda.device(index):
+        try:
+            compiled._init_handles()
+        except OutOfResources as error:
+            return Rejection(plan.describe(), f"{error.name} needed", error.required, error.limit)
+        figures = Compiled(compiled.n_regs, compiled.n_spills, compiled.metadata.shared)
+        refusal = check(plan, limit, figures)
+        return refusal or (_launchable(plan, limit, index, compiled), figures)
 
 
 def check(plan: Plan, limit: DeviceLimits, figures: Compiled) -> Rejection | None:

@@ -43,12 +43,15 @@ ROOMS: dict[str, set[str]] = {
     "modules": {"functional"},
     "patching": {"functional", "modules", "reference", "semantics"},
     "lightning": {"patching", "routing"},
+    "tuning": {"operands", "ops", "plan", "problem", "routing"},
     "explanation": {"routing"},
     "explainer": {
         *("device", "explanation", "functional", "modules", "offline", "operands", "ops"),
         *("patching", "plan", "problem", "reference", "routing", "semantics"),
     },
-    "__init__": {"explainer", "explanation", "functional", "modules", "patching", "routing"},
+    "__init__": {
+        *("explainer", "explanation", "functional", "modules", "patching", "routing", "tuning")
+    },
     "__main__": {"__init__", "device", "explainer", "problem", "semantics"},
 }
 #: What rooms import when a function of theirs is called: all that needs Triton.

@@ -18,7 +18,7 @@ from fastnorm.budget import Tiling
 from fastnorm.plan import Plan, decide
 from fastnorm.problem import NormProblem
 from fastnorm.semantics import SEMANTICS
-from tests.conftest import Route, multiprocessors
+from tests.conftest import Route, forget_interpreted, multiprocessors
 from tests.oracle import Inputs, Results, check, run
 from tests.strategies import HALF_AND_SINGLE, Case, cases
 
@@ -113,7 +113,7 @@ def test_every_tiling_computes_the_same(data: st.DataObject, case: Case, route: 
         )
         return routing.Verified(decision, interpreted(plan, limits.sm_count))
 
-    routing._verified.clear()
+    forget_interpreted()
     with mock.patch.object(routing, "verified", forced), route.counted():
         check(through_fastnorm(inputs), inputs)
 
@@ -199,4 +199,4 @@ def test_what_a_kernel_does_not_write_is_nan(route: Route) -> None:
         y = through_fastnorm(inputs)[0]
     covered = ops.backward and y.isfinite().all(1)
     assert covered.any()
-    routing._verified.clear()
+    forget_interpreted()
