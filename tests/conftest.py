@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernels: runs only where kernels do, see --route")
     # torch says so once per process where F.rms_norm gets two dtypes; here it is the peer.
     config.addinivalue_line("filterwarnings", "ignore:Mismatch dtype between input and weight")
+    # Poisoned buffers come with torch's deterministic mode, which warns of matmul on a GPU.
+    config.addinivalue_line("filterwarnings", "ignore:.*[Dd]eterministic:UserWarning")
     # torch's own forward-mode decompositions and tracer.
     config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
     if config.getoption("--route") == "interpreter":
@@ -179,14 +181,23 @@ def route(request: pytest.FixtureRequest, poisoned: None) -> Iterator[Route]:
 
 @contextlib.contextmanager
 def multiprocessors(count: int) -> Iterator[None]:
-    """Let plans for the interpreter believe in so many multiprocessors."""
-    from fastnorm import device, routing
+    """Let plans for the interpreter believe in so many multiprocessors; a GPU keeps its own."""
+    from fastnorm import device
 
     found = device.interpreter_limits
     device.interpreter_limits = lambda: replace(found(), sm_count=count)
-    routing._verified.clear()
+    forget_interpreted()
     try:
         yield
     finally:
         device.interpreter_limits = found
-        routing._verified.clear()
+        forget_interpreted()
+
+
+def forget_interpreted() -> None:
+    """Drop the plans that the interpreter has used so far."""
+    from fastnorm import routing
+
+    for problem, index in list(routing._verified):
+        if index == routing.INTERPRETER:
+            del routing._verified[problem, index]
