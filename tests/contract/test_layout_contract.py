@@ -45,7 +45,7 @@ def _grads(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.T
 def test_every_pair_of_layouts_gives_the_dense_result(
     kind: str, dtype: torch.dtype, route: Route
 ) -> None:
-    """B15 to B20: the layouts of x and dy change nothing."""
+    """B15 to B20, B17 among them: the layouts of x and dy change nothing."""
     ours, _ = pair(kind, 64, dtype=dtype)
     ours.to(route.device)
     views = list(VIEWS.values())

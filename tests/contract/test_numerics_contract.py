@@ -254,3 +254,21 @@ def test_weight_gradients_over_many_rows(kind: str, route: Route) -> None:
     bias = FP32 if kind == "layer" else None
     inputs = Case((rows,), (8,), kind, FP32, FP32, bias).build(route.device)
     check(through_fastnorm(inputs), inputs)
+
+
+def test_an_offset_of_one_is_added_in_fp32(route: Route) -> None:
+    """B78, B79, B80: 1 + 15.8125 is no bf16; Gemma adds and multiplies in fp32 and rounds last."""
+    x = seeded(4, 40, dtype=torch.bfloat16)
+    w = torch.full((40,), 15.8125, dtype=torch.bfloat16)
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    right = (x.float() * rstd * (1 + w.float())).bfloat16()
+    y = functional.norm(
+        x.to(route.device), (40,), w.to(route.device), eps=1e-6, semantics="rms_zero_centered"
+    )
+    # The sum of squares may be rounded in another order; 1 + w in bf16 moves 3 outputs in 4.
+    assert (y.cpu() == right).float().mean() > 0.95
+    torch.testing.assert_close(y.cpu().float(), right.float(), rtol=2**-7, atol=0)
+    zero = functional.norm(
+        x.to(route.device), (40,), 0 * w.to(route.device), eps=1e-6, semantics="rms_zero_centered"
+    )
+    torch.testing.assert_close(zero.cpu(), (x.float() * rstd).bfloat16(), rtol=2**-7, atol=0)
