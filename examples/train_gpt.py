@@ -19,7 +19,7 @@ import typer
 from corpus import CORPORA, TextData
 from gpt import NORMS
 from gpt_module import GPTModule
-from harness import choice, compare, quiet_lightning, train
+from harness import choice, compare, prepare, train
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from summary import Run, print_runs, save_runs
 from typer import Option
@@ -180,9 +180,7 @@ def main(
         precision=precision.value,
     )
     check(plan)
-    quiet_lightning()
-    torch.set_float32_matmul_precision("high")
-
+    prepare(small=where == "cpu" and size.value == "small")
     runs, patch = compare(plan.train_once, with_torch=compare_norms)
     print_runs(runs, patch, "tokens")
     save_runs(runs, out, f"GPT {size.value}, {norm.value} norm, {where}, {plan.precision}")

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 import typer
 from gpt import NORMS, Block, GPTConfig, init_weights
-from harness import choice, compare, quiet_lightning, train
+from harness import choice, compare, prepare, train
 from sklearn.datasets import load_digits
 from summary import Run, console, print_runs, save_runs
 from torch import Tensor, nn
@@ -161,8 +161,7 @@ def main(
         raise typer.BadParameter("--accelerator gpu: torch finds no GPU here; leave it out")
     gpu = gpu and accelerator.value != "cpu"
     chosen = SIZES[size.value]
-    quiet_lightning()
-    torch.set_float32_matmul_precision("high")
+    prepare(small=not gpu and size.value == "small")
 
     def train_once(name: str, patch: FastNormCallback | None) -> Run:
         pl.seed_everything(seed, verbose=False)

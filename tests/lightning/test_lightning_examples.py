@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,18 +16,26 @@ from typer.testing import CliRunner
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NORMS_IN_SMALL_GPT = 9
+SECONDS_AT_MOST = 150
 
 
 def _run(folder: Path, script: str, *options: str) -> str:
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, EXAMPLES / script, *options],
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    try:
+        output, _ = process.communicate(timeout=SECONDS_AT_MOST)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that Lightning started
+        output, _ = process.communicate()
+        pytest.fail(f"{script} {options} took more than {SECONDS_AT_MOST} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
 
 
 def _runs(folder: Path, name: str) -> list[dict]:
