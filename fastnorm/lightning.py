@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from fastnorm.functional import AutocastOutput
 from fastnorm.patching import Report, patch
 from fastnorm.patching.selection import Selectors
 from fastnorm.routing import Stats, stats
@@ -64,6 +65,7 @@ class FastNormCallback(Callback):
         strict: as for `fastnorm.patch`, checked once the whole model exists.
         undo: put the original classes back when the run ends.
         table: log the full report before the run, and which routes ran how often after it.
+        autocast_output: as for `fastnorm.patch`.
 
     Attributes:
         reports: what was replaced and skipped, one report for each time at which the model was
@@ -78,6 +80,7 @@ class FastNormCallback(Callback):
         strict: bool = False,
         undo: bool = False,
         table: bool = False,
+        autocast_output: AutocastOutput = "torch",
     ) -> None:
         super().__init__()
         self.include = include
@@ -86,6 +89,7 @@ class FastNormCallback(Callback):
         self.strict = strict
         self.undo = undo
         self.table = table
+        self.autocast_output = autocast_output
         self.reports: list[Report] = []
         self._reports_before_run = 0
         self._announced = False
@@ -149,6 +153,7 @@ class FastNormCallback(Callback):
             exclude=self.exclude,
             filter_fn=self.filter_fn,
             strict=strict,
+            autocast_output=self.autocast_output,
         )
         if len(report):
             self.reports.append(report)

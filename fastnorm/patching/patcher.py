@@ -6,9 +6,12 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
 
 from torch import nn
 
+from fastnorm.functional import AutocastOutput
 from fastnorm.patching.recipe import Recipe, Refusal
 from fastnorm.patching.recognition import recognise
 from fastnorm.patching.report import Patched, Report, Skipped
@@ -24,6 +27,7 @@ def patch(
     exclude: Selectors = None,
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     strict: bool = False,
+    autocast_output: AutocastOutput = "torch",
 ) -> Report:
     """Make the LayerNorm and RMSNorm layers of a model run on fastnorm, in place.
 
@@ -37,14 +41,22 @@ def patch(
         exclude: layers to leave alone, in the same form.
         filter_fn: called as `filter_fn(name, module)` for each layer that would be patched.
         strict: raise when a norm-like layer is not recognised.
+        autocast_output: what the layers give under autocast: "torch" (what they give unpatched),
+            "input" (the input's dtype) or "autocast" (the dtype that the next linear layer casts
+            to anyway: the same numbers there, and no fp32 copy written, read and kept).
 
     Returns:
         What was patched, what was skipped and why; its `undo()` takes this call back.
 
     Raises:
         TypeError: `model` is no module, or a selector is of no known form.
-        ValueError: `strict` and a norm-like layer is not recognised; nothing is changed then.
+        ValueError: `strict` and a norm-like layer is not recognised, or `autocast_output` is not
+            one of the three; nothing is changed then.
     """
+    if autocast_output not in get_args(AutocastOutput):
+        raise ValueError(
+            f"autocast_output must be one of {get_args(AutocastOutput)}, got {autocast_output!r}"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch takes a torch.nn.Module; got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)
@@ -57,7 +69,7 @@ def patch(
             continue
         refusal = selection.refusal(name, module)
         if refusal is None and isinstance(found, Recipe):
-            chosen.append((name, module, found))
+            chosen.append((name, module, replace(found, autocast_output=autocast_output)))
             continue
         reason = refusal if refusal is not None else found.reason  # type: ignore[union-attr]
         entry = Skipped(name, type(module).__name__, reason)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastnorm import functional
+from fastnorm.semantics import SEMANTICS
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the fingerprint compares. transformers' classes compute fp64 input in fp32: theirs to do."""
@@ -33,6 +34,7 @@ class Recipe:
         under_autocast: the kind it is under autocast: "same", another key of `SEMANTICS` (a class
             may cast torch's fp32 result back), or "original": its own forward runs there.
         channels_first: the features are dimension 1 of the input, not the last.
+        autocast_output: the dtype under autocast, see `fastnorm.layer_norm`; what `patch` was told.
     """
 
     semantics: str
@@ -45,6 +47,7 @@ class Recipe:
     exact: bool = False
     under_autocast: str = "same"
     channels_first: bool = False
+    autocast_output: functional.AutocastOutput = "torch"
 
     def run(self, module: nn.Module, input: Tensor, norm: Callable[..., Tensor]) -> Tensor:
         """`norm(x, shape, weight, bias, eps)` of the input by the module's attributes now."""
@@ -104,10 +107,15 @@ def build_forward(
         A function of the module and the input, whose second parameter has the original's name.
     """
 
+    norms = {
+        kind: partial(functional.norm, semantics=kind, autocast_output=recipe.autocast_output)
+        for kind in {recipe.semantics, recipe.under_autocast} & set(SEMANTICS)
+    }
+
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         if recipe.defers(self, input):
             return original.forward(self, input)
-        return recipe.run(self, input, partial(functional.norm, semantics=recipe.kind(input)))
+        return recipe.run(self, input, norms[recipe.kind(input)])
 
     rename_parameter(forward, recipe.parameter)
     return forward

@@ -174,3 +174,21 @@ def test_keyword_argument_keeps_its_name() -> None:
     module(hidden_states=sample())
     with pytest.raises(TypeError):
         module(input=sample())
+
+
+@pytest.mark.parametrize("choice", ["torch", "input", "autocast"])
+def test_the_dtype_under_autocast_is_what_patch_was_told(choice):
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.RMSNorm(16))
+    fastnorm.patch(model, autocast_output=choice)
+    x = torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes = {layer(x).dtype for layer in model[1:]}
+    assert dtypes == {torch.bfloat16 if choice == "autocast" else torch.float32}
+    assert model[1](x).dtype == torch.float32
+
+
+def test_an_unknown_dtype_choice_changes_nothing():
+    model = nn.Sequential(nn.LayerNorm(16))
+    with pytest.raises(ValueError, match="got 'half'"):
+        fastnorm.patch(model, autocast_output="half")
+    assert type(model[0]) is nn.LayerNorm

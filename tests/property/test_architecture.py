@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "functional": {"autograd", "ops", "reference", "routing", "semantics", "validation"},
     "modules": {"functional"},
     "patching": {"functional", "modules", "reference", "semantics"},
-    "lightning": {"patching", "routing"},
+    "lightning": {"functional", "patching", "routing"},
     "tuning": {"operands", "ops", "plan", "problem", "routing"},
     "explanation": {"routing"},
     "explainer": {
