@@ -101,25 +101,17 @@ def _torch_rms_backward(i: Inputs) -> Call:
 
 
 def load_fastnorm() -> Provider:
-    """fastnorm through its operators; through its public functions for autograd."""
+    """fastnorm as eager mode calls it on plain tensors; its public functions for autograd."""
     fastnorm = import_module("fastnorm")
-    import_module("fastnorm.ops")
-    ops = torch.ops.fastnorm
+    ops = import_module("fastnorm.ops")
 
     def forward(i: Inputs) -> Call:
-        return lambda: ops.norm_forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)[:1]
+        return lambda: ops.forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)[:1]
 
     def backward(i: Inputs) -> Call:
-        _, stats = ops.norm_forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)
-        mask = [True, True, i.bias is not None]
-
-        def call() -> Outputs:
-            dx, dweight, dbias = ops.norm_backward(
-                i.dy, i.x, i.weight, i.bias, stats, 1, i.norm, mask
-            )
-            return dx, dweight, None if i.bias is None else dbias
-
-        return call
+        _, stats = ops.forward(i.x, i.weight, i.bias, 1, i.eps, i.norm, i.x.dtype)
+        mask = (True, True, i.bias is not None)
+        return lambda: ops.backward(i.dy, i.x, i.weight, i.bias, stats, 1, i.norm, mask)
 
     def layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return fastnorm.layer_norm(x, weight.shape, weight, bias, eps)
