@@ -39,6 +39,9 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 
 
+AUTOCAST_HELP = "What norms give under autocast: torch's dtype, the input's or autocast's."
+
+
 def choice(name: str, *values: str) -> type[Enum]:
     """A set of option values that Typer checks and lists in its help."""
     return Enum(name, {value: value for value in values}, type=str)
@@ -175,17 +178,16 @@ def train(
 
 
 def compare(
-    train_once: Callable[[str, FastNormCallback | None], Run], with_torch: bool
-) -> tuple[list[Run], FastNormCallback]:
+    train_once: Callable[[str, FastNormCallback | None], Run],
+    patch: FastNormCallback,
+    with_torch: bool,
+) -> list[Run]:
     """Runs a training with fastnorm's norms, and with torch's before that if asked.
 
     Args:
         train_once: builds a model from the seed and trains it; gets the run's name and callback.
+        patch: replaces the norms; it has the reports afterwards.
         with_torch: also run with torch's norms.
-
-    Returns:
-        The runs, and the callback with the patch report.
     """
-    patch = FastNormCallback()
     runs = [train_once("torch", None)] if with_torch else []
-    return [*runs, train_once("fastnorm", patch)], patch
+    return [*runs, train_once("fastnorm", patch)]

@@ -11,7 +11,7 @@ docs/performance.md.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -19,11 +19,12 @@ import typer
 from corpus import CORPORA, TextData
 from gpt import NORMS
 from gpt_module import GPTModule
-from harness import choice, compare, prepare, train
+from harness import AUTOCAST_HELP, choice, compare, prepare, train
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from summary import Run, print_runs, save_runs
 from typer import Option
 
+from fastnorm.functional import AutocastOutput
 from fastnorm.lightning import FastNormCallback
 
 
@@ -55,6 +56,7 @@ NormName = choice("NormName", *NORMS)
 SizeName = choice("SizeName", *SIZES)
 CorpusName = choice("CorpusName", *CORPORA)
 StrategyName = choice("StrategyName", "auto", "ddp", "fsdp", "tp")
+OutputName = choice("OutputName", *get_args(AutocastOutput))
 AcceleratorName = choice("AcceleratorName", "auto", "cpu", "gpu")
 PrecisionName = choice("PrecisionName", "auto", "32-true", "bf16-mixed", "bf16-true")
 
@@ -157,6 +159,7 @@ def main(
     strategy: Annotated[
         StrategyName, Option(help="fsdp is FSDP2; tp is tensor with sequence parallelism.")
     ] = "auto",
+    autocast_output: Annotated[OutputName, Option(help=AUTOCAST_HELP)] = "torch",
     seed: Annotated[int, Option(min=0, help="Draws the weights and the windows.")] = 0,
     out: Annotated[Path, Option(help="Folder for the results.")] = Path("runs/train_gpt"),
 ) -> None:
@@ -181,7 +184,8 @@ def main(
     )
     check(plan)
     prepare(small=where == "cpu" and size.value == "small")
-    runs, patch = compare(plan.train_once, with_torch=compare_norms)
+    patch = FastNormCallback(autocast_output=autocast_output.value)
+    runs = compare(plan.train_once, patch, with_torch=compare_norms)
     print_runs(runs, patch, "tokens")
     save_runs(runs, out, f"GPT {size.value}, {norm.value} norm, {where}, {plan.precision}")
 

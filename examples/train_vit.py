@@ -9,13 +9,13 @@ of a step rather than for the accuracy.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import lightning.pytorch as pl
 import torch
 import typer
 from gpt import NORMS, Block, GPTConfig, init_weights
-from harness import choice, compare, prepare, train
+from harness import AUTOCAST_HELP, choice, compare, prepare, train
 from sklearn.datasets import load_digits
 from summary import Run, console, print_runs, save_runs
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from typer import Option
 
+from fastnorm.functional import AutocastOutput
 from fastnorm.lightning import FastNormCallback
 
 
@@ -47,6 +48,7 @@ CLASSES = 10
 
 NormName = choice("NormName", *NORMS)
 SizeName = choice("SizeName", *SIZES)
+OutputName = choice("OutputName", *get_args(AutocastOutput))
 AcceleratorName = choice("AcceleratorName", "auto", "cpu", "gpu")
 
 
@@ -152,6 +154,7 @@ def main(
     compare_norms: Annotated[bool, Option("--compare", help="Also with torch's norms.")] = False,
     compile_model: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False,
     accelerator: Annotated[AcceleratorName, Option(help="auto: a GPU if there is one.")] = "auto",
+    autocast_output: Annotated[OutputName, Option(help=AUTOCAST_HELP)] = "torch",
     seed: Annotated[int, Option(min=0, help="Draws the weights and the batches.")] = 0,
     out: Annotated[Path, Option(help="Folder for the results.")] = Path("runs/train_vit"),
 ) -> None:
@@ -177,7 +180,8 @@ def main(
             precision="bf16-mixed" if gpu else "32-true",
         )
 
-    runs, patch = compare(train_once, with_torch=compare_norms)
+    patch = FastNormCallback(autocast_output=autocast_output.value)
+    runs = compare(train_once, patch, with_torch=compare_norms)
     print_runs(runs, patch, "images")
     console.print(f"Validation accuracy: {runs[-1].metrics['val_accuracy']:.3f}")
     save_runs(runs, out, f"ViT {size.value}, {norm.value} norm, {'gpu' if gpu else 'cpu'}")

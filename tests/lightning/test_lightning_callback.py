@@ -155,6 +155,22 @@ def test_half_precision_is_converted_as_without_the_callback() -> None:
     assert model.patched_while_running["fit"] == ALL_NORMS
 
 
+@pytest.mark.parametrize(
+    ("output", "dtype"), [("torch", torch.float32), ("autocast", torch.bfloat16)]
+)
+def test_the_dtype_under_mixed_precision_is_chosen_for_the_run(
+    output: str, dtype: torch.dtype
+) -> None:
+    model = staged()
+    seen: set[torch.dtype] = set()
+    # Without the linear layer before it, the first norm sees the fp32 batch.
+    model.first[1].register_forward_hook(lambda module, args, y: seen.add(y.dtype))
+    model.first[0] = nn.Identity()
+    callback = FastNormCallback(autocast_output=output)
+    make_trainer(callback, precision="bf16-mixed").fit(model, batches())
+    assert seen == {dtype}
+
+
 def test_include_and_exclude_choose_by_the_names_in_the_lightning_module() -> None:
     model = staged()
     make_trainer(FastNormCallback(include=["second", "third"], exclude="third")).fit(
