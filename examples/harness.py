@@ -8,7 +8,9 @@ from enum import Enum
 
 import lightning.pytorch as pl
 import torch
+import typer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
+from step_profile import FEWEST_STEPS, StepProfile
 from summary import Run
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -40,6 +42,13 @@ def quiet_lightning() -> None:
 
 
 AUTOCAST_HELP = "What norms give under autocast: torch's dtype, the input's or autocast's."
+PROFILE_HELP = "Show where the time of a step goes, and the norms' share."
+
+
+def check_profile(profile: bool, steps: int) -> None:
+    """Raises a usage error for a run too short to be profiled beside being timed."""
+    if profile and steps < FEWEST_STEPS:
+        raise typer.BadParameter(f"--profile needs --steps {FEWEST_STEPS} or more, got {steps}")
 
 
 def choice(name: str, *values: str) -> type[Enum]:
@@ -138,6 +147,7 @@ def train(
     items_per_batch: int,
     steps: int,
     patch: FastNormCallback | None,
+    profile: bool = False,
     **trainer_options,
 ) -> Run:
     """Trains `module` for one epoch of `steps` steps, validating ten times.
@@ -149,11 +159,17 @@ def train(
         items_per_batch: tokens or images in one step of all devices.
         steps: optimizer steps.
         patch: the callback that replaces the norms, or None for torch's own.
+        profile: also find out where the time of a step goes.
         trainer_options: for `lightning.pytorch.Trainer`.
     """
     gc.collect()  # a run before this one may have left a model on the GPU, in a cycle of references
     run = Run(name)
-    recorder = Recorder(run, items_per_batch, warmup_steps=min(10, steps // 4))
+    warmup_steps = min(10, steps // 4)
+    callbacks = [Recorder(run, items_per_batch, warmup_steps)]
+    if patch is not None:
+        callbacks += [patch, Decision(run)]
+    if profile:
+        callbacks.append(StepProfile(run, warmup_steps))
     fastnorm.reset_stats()
     trainer = pl.Trainer(
         max_epochs=1,
@@ -164,11 +180,7 @@ def train(
         enable_checkpointing=False,
         enable_model_summary=False,
         # The bar reads the loss, which waits for the GPU: not at each step.
-        callbacks=[
-            RichProgressBar(refresh_rate=10),
-            recorder,
-            *([patch, Decision(run)] if patch else []),
-        ],
+        callbacks=[RichProgressBar(refresh_rate=10), *callbacks],
         **trainer_options,
     )
     trainer.fit(module, data)

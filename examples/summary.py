@@ -30,6 +30,7 @@ class Run:
         peak_memory_bytes: largest allocation on this process' GPU; 0 on a CPU.
         calls: pass -> route -> number of calls, fastnorm's counters over this run.
         metrics: what the last validation logged, by name.
+        profile: milliseconds of a step by kernel (on a CPU: by operator), if it was asked for.
         decision: why the first replaced norm ran as it did, for its real input.
     """
 
@@ -40,6 +41,7 @@ class Run:
     peak_memory_bytes: int = 0
     calls: dict[str, dict[str, int]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    profile: dict[str, float] = field(default_factory=dict)
     decision: str = ""
 
 
@@ -57,6 +59,9 @@ def print_runs(runs: list[Run], patch: FastNormCallback, unit: str) -> None:
         memory = f"{run.peak_memory_bytes / 2**30:.2f} GiB" if run.peak_memory_bytes else "-"
         speed.add_row(run.name, f"{run.items_per_second:,.0f}", memory, _routes(run))
     console.print(speed)
+    for run in runs:
+        if run.profile:
+            _print_profile(run)
     if len(runs) == 2 and runs[0].items_per_second:
         _print_comparison(*runs)
 
@@ -78,6 +83,37 @@ def _print_losses(runs: list[Run]) -> None:
         curves.add_row(*cells)
         previous = step
     console.print(curves)
+
+
+#: What torch's and fastnorm's norm kernels and operators are called. A kernel into which
+#: torch.compile fused a norm counts whole: its other work cannot be told apart.
+NORM_NAMES = ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "gammabeta") + (
+    "norm_forward",
+    "norm_backward",
+    "norm_finalize",
+)
+
+
+def _print_profile(run: Run, rows: int = 12) -> None:
+    """Where the time of a step goes: the longest kernels, all norms, everything."""
+    total = sum(run.profile.values())
+    norms = {name: ms for name, ms in run.profile.items() if _is_norm(name)}
+    table = Table(title=f"Time of a step, {run.name}")
+    table.add_column("kernel or operator", max_width=56, no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True, min_width=9)
+    table.add_column("share", justify="right", no_wrap=True)
+    shown = {**dict(list(run.profile.items())[:rows]), **norms}
+    for name, ms in shown.items():
+        style = "green" if name in norms else None
+        table.add_row(name, f"{ms:.3f}", f"{ms / total:.1%}", style=style)
+    table.add_section()
+    table.add_row("all norms", f"{sum(norms.values()):.3f}", f"{sum(norms.values()) / total:.1%}")
+    table.add_row("everything", f"{total:.3f}", "")
+    console.print(table)
+
+
+def _is_norm(name: str) -> bool:
+    return any(part in name.lower() for part in NORM_NAMES)
 
 
 def _print_comparison(before: Run, after: Run) -> None:

@@ -19,7 +19,7 @@ import typer
 from corpus import CORPORA, TextData
 from gpt import NORMS
 from gpt_module import GPTModule
-from harness import AUTOCAST_HELP, choice, compare, prepare, train
+from harness import AUTOCAST_HELP, PROFILE_HELP, check_profile, choice, compare, prepare, train
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from summary import Run, print_runs, save_runs
 from typer import Option
@@ -71,6 +71,7 @@ class Plan:
     steps: int
     seed: int
     compile: bool
+    profile: bool
     strategy: str
     devices: int
     accelerator: str
@@ -115,6 +116,7 @@ class Plan:
             items_per_batch=size.batch * size.context,
             steps=self.steps,
             patch=patch,
+            profile=self.profile,
             strategy=self.lightning_strategy(),
             devices=self.devices,
             accelerator=self.accelerator,
@@ -150,6 +152,7 @@ def main(
     batch: Annotated[int | None, Option(min=1, help="Windows in a step, all devices.")] = None,
     context: Annotated[int | None, Option(min=8, help="Bytes in a window.")] = None,
     compare_norms: Annotated[bool, Option("--compare", help="Also with torch's norms.")] = False,
+    profile: Annotated[bool, Option("--profile", help=PROFILE_HELP)] = False,
     compile_model: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False,
     precision: Annotated[
         PrecisionName, Option(help="auto: bf16-mixed on a GPU, 32-true on a CPU.")
@@ -177,12 +180,14 @@ def main(
         steps=steps,
         seed=seed,
         compile=compile_model,
+        profile=profile,
         strategy=strategy.value,
         devices=devices,
         accelerator=where,
         precision=precision.value,
     )
     check(plan)
+    check_profile(profile, steps)
     prepare(small=where == "cpu" and size.value == "small")
     patch = FastNormCallback(autocast_output=autocast_output.value)
     runs = compare(plan.train_once, patch, with_torch=compare_norms)

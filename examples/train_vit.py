@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 import typer
 from gpt import NORMS, Block, GPTConfig, init_weights
-from harness import AUTOCAST_HELP, choice, compare, prepare, train
+from harness import AUTOCAST_HELP, PROFILE_HELP, check_profile, choice, compare, prepare, train
 from sklearn.datasets import load_digits
 from summary import Run, console, print_runs, save_runs
 from torch import Tensor, nn
@@ -152,6 +152,7 @@ def main(
     size: Annotated[SizeName, Option(help="The model, its images and batch.")] = "small",
     steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
     compare_norms: Annotated[bool, Option("--compare", help="Also with torch's norms.")] = False,
+    profile: Annotated[bool, Option("--profile", help=PROFILE_HELP)] = False,
     compile_model: Annotated[bool, Option("--compile", help="Use torch.compile.")] = False,
     accelerator: Annotated[AcceleratorName, Option(help="auto: a GPU if there is one.")] = "auto",
     autocast_output: Annotated[OutputName, Option(help=AUTOCAST_HELP)] = "torch",
@@ -162,6 +163,7 @@ def main(
     gpu = torch.cuda.is_available()
     if accelerator.value == "gpu" and not gpu:
         raise typer.BadParameter("--accelerator gpu: torch finds no GPU here; leave it out")
+    check_profile(profile, steps)
     gpu = gpu and accelerator.value != "cpu"
     chosen = SIZES[size.value]
     prepare(small=not gpu and size.value == "small")
@@ -175,6 +177,7 @@ def main(
             items_per_batch=chosen.batch,
             steps=steps,
             patch=patch,
+            profile=profile,
             accelerator="gpu" if gpu else "cpu",
             devices=1,
             precision="bf16-mixed" if gpu else "32-true",

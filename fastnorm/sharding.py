@@ -43,7 +43,7 @@ def _forward_rules(
     """Acceptable (outputs, inputs): y and stats `[2, ...]`, for `norm_forward`'s arguments."""
     from torch.distributed.tensor import Replicate, Shard
 
-    whole = Replicate()
+    whole: Any = Replicate()
     options = [None] * 4
     parameters = [whole if t is not None else None for t in (weight, bias)]
     rules = [([whole, whole], [whole, *parameters, *options])]
@@ -66,7 +66,7 @@ def _backward_rules(
     """Acceptable (outputs, inputs): dx, dweight, dbias, for `norm_backward`'s arguments."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    whole = Replicate()
+    whole: Any = Replicate()
     options = [None] * 3
     parameters = [whole if t is not None else None for t in (weight, bias)]
     rules = [([whole] * 3, [whole, whole, *parameters, whole, *options])]

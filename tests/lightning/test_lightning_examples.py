@@ -59,6 +59,16 @@ def test_gpt_compares_both_norms_from_one_start(tmp_path: Path) -> None:
     assert len(lines) == 3
 
 
+def test_gpt_profile_finds_the_norms_of_a_step(tmp_path: Path) -> None:
+    options = ["--steps", "12", "--batch", "2", "--context", "8", "--profile"]
+    text = _run(tmp_path, "train_gpt.py", *options, "--accelerator", "cpu")
+    (run,) = _runs(tmp_path, "train_gpt")
+    assert run["items_per_second"] > 0
+    assert run["profile"]["aten::native_layer_norm"] > 0
+    assert run["profile"]["aten::native_layer_norm_backward"] > 0
+    assert "all norms" in text
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_gpt_on_two_processes_replaces_every_norm(tmp_path: Path, strategy: str) -> None:
     options = ["--steps", "2", "--batch", "4", "--context", "32", "--norm", "rms"]
@@ -106,6 +116,7 @@ def gpt_app() -> typer.Typer:
         (["--precision", "8"], "bf16-mixed"),
         (["--strategy", "ddp", "--devices", "3"], "multiple"),
         (["--strategy", "tp", "--devices", "3"], "divides both"),
+        (["--profile", "--steps", "3"], "--steps 12"),
         (["--no-such-option"], "No such option"),
         (["--accelerator", "gpu", "--devices", "999"], "GPU"),
     ],
