@@ -35,7 +35,8 @@ def validate(
     if not shape:
         raise ValueError("normalized_shape is empty; give at least one trailing dimension")
     if input.is_nested and input.layout is torch.strided:
-        return kind  # it has no shape to look at; torch's own operators, which run it, do the checks
+        # It has no shape to look at; the operators of torch that run it check it.
+        return kind
     if input.shape[-len(shape) :] != shape:
         raise RuntimeError(
             f"normalized_shape={list(shape)} expects input with shape "
