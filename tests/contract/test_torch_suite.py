@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
+PROFILE = settings.default
 pytest.importorskip("expecttest")
 with warnings.catch_warnings():
     # Importing torch's test machinery warns of its own deprecations.
@@ -18,6 +20,10 @@ with warnings.catch_warnings():
 import fastnorm
 from tests.conftest import Route
 from tests.contract.norms import OURS, same
+
+# torch's test machinery has loaded a hypothesis profile of its own, for the whole process.
+settings.register_profile("as it was", parent=PROFILE)
+settings.load_profile("as it was")
 
 FUNCTIONS = {
     "nn.functional.layer_norm": fastnorm.layer_norm,
