@@ -9,6 +9,10 @@ import torch
 from hypothesis import settings
 from torch import nn
 
+import fastnorm
+from tests.conftest import Route
+from tests.contract.norms import OURS, same
+
 PROFILE = settings.default
 pytest.importorskip("expecttest")
 with warnings.catch_warnings():
@@ -16,10 +20,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
-
-import fastnorm
-from tests.conftest import Route
-from tests.contract.norms import OURS, same
 
 # torch's test machinery has loaded a hypothesis profile of its own, for the whole process.
 settings.register_profile("as it was", parent=PROFILE)
