@@ -7,6 +7,7 @@ normalised dimension is gathered first, as torch does for its own operators.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,13 @@ Placements = list[Any]
 def ensure_registered(x: Tensor) -> None:
     """Register the rules below if `x` is a DTensor, whose package takes 0.7 s to import."""
     if type(x).__name__ == "DTensor":
+        _register()
+
+
+def register_if_loaded() -> None:
+    """Register the rules where DTensor is in use: torch.compile traces operators that must have
+    them, and cannot register any."""
+    if "torch.distributed.tensor" in sys.modules:
         _register()
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 
 from torch import nn
 
+from fastnorm import sharding
 from fastnorm.functional import AutocastOutput
 from fastnorm.patching.recipe import Recipe, Refusal
 from fastnorm.patching.recognition import recognise
@@ -101,6 +102,7 @@ def unpatch(model: nn.Module) -> int:
 
 def _apply(chosen: list[tuple[str, nn.Module, Recipe]], skipped: list[Skipped]) -> Report:
     entries = tuple(_entry(name, module, recipe) for name, module, recipe in chosen)
+    sharding.register_if_loaded()
     for _, module, recipe in chosen:
         swap(module, recipe)
     if not chosen and not any(entry.reason.startswith("already") for entry in skipped):

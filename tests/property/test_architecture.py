@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "validation": {"semantics"},
     "functional": {"autograd", "ops", "reference", "routing", "semantics", "validation"},
     "modules": {"functional"},
-    "patching": {"functional", "modules", "reference", "semantics"},
+    "patching": {"functional", "modules", "reference", "semantics", "sharding"},
     "lightning": {"functional", "patching", "routing"},
     "tuning": {"operands", "ops", "plan", "problem", "routing"},
     "explanation": {"routing"},
