@@ -225,14 +225,15 @@ def test_zero_sized_normalized_shapes_are_torchs(kind: str, route: Route) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_formats_of_the_output_are_torchs(kind: str) -> None:
+def test_memory_formats_of_the_output_are_torchs(kind: str, route: Route) -> None:
     """channels_last and permuted input: the strides that torch's module returns on this device."""
-    ours, torchs = pair(kind, (4, 5))
-    x = seeded(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert ours(x).stride() == torchs(x).stride()
-    last, torch_last = pair(kind, 4)
-    permuted = seeded(3, 2, 4).permute(1, 0, 2)
-    assert last(permuted).stride() == torch_last(permuted).stride()
+    if route.name == "interpreter":
+        pytest.skip("kernels answer for torch's CUDA operators, not for those of the CPU")
+    images = seeded(2, 3, 4, 5, device=route.device).to(memory_format=torch.channels_last)
+    permuted = seeded(3, 2, 4, 5, device=route.device).permute(1, 0, 2, 3)
+    for shape, x in itertools.product(((4, 5), 5), (images, permuted)):
+        ours, torchs = (module.to(route.device) for module in pair(kind, shape))
+        assert ours(x).stride() == torchs(x).stride()
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
