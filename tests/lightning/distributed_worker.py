@@ -43,7 +43,12 @@ ENGINES = ("ddp", "fsdp1", "fsdp2", "fsdp2_bf16", "hsdp", "tp")
 WHEN = ("never", "before", "after")
 #: (engine, norm, when, backend) of the whole models.
 CASES = [(*case, "auto") for case in itertools.product(ENGINES, NORMS, WHEN)]
-KERNEL_CASES = [(e, norm, "after", "triton") for e in ("ddp", "fsdp2", "tp") for norm in NORMS]
+#: The compiled ones come first: what an eager case registers must not help them.
+KERNEL_CASES = [
+    (engine, norm, "after", "triton")
+    for engine in ("tp_compiled", "tp", "ddp", "fsdp2")
+    for norm in NORMS
+]
 
 PLACEMENTS = {
     "replicated": Replicate(),
@@ -66,7 +71,7 @@ def run_all(rank: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, PROCESSES, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-    models = {case: _run(rank, *case) for case in (*CASES, *KERNEL_CASES)}
+    models = {case: _run(rank, *case) for case in (*KERNEL_CASES, *CASES)}
     norms = {case: _norm_of_dtensor(*case) for case in PLACEMENT_CASES}
     if rank == 0:
         torch.save((models, norms), out)
@@ -154,6 +159,9 @@ def _wrap(engine: str, gpt: GPT) -> nn.Module:
         shard_data_parallel(gpt, init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=names))
     else:
         shard_tensor_parallel(gpt, mesh)
+    if engine == "tp_compiled":
+        for block in gpt.blocks:
+            block.compile(backend="aot_eager")
     return gpt
 
 
@@ -167,7 +175,9 @@ def _run(rank: int, engine: str, norm: str, when: str, backend: str) -> dict[str
     outputs: list[object] = []
     gpt.norm.register_forward_hook(lambda module, args, y: outputs.append(_layout(y)))
     batch = tokens()
-    if engine != "tp":  # tensor parallel processes see the same rows, the others their share
+    if not engine.startswith(
+        "tp"
+    ):  # tensor parallel processes see the same rows, the others their share
         batch = batch.chunk(PROCESSES)[rank]
     fastnorm.reset_stats()
     with fastnorm.backend(backend):
