@@ -197,12 +197,12 @@ def forward_candidates(problem: NormProblem, limits: DeviceLimits) -> Iterator[C
     the registers allow; split or looped when a row does not fit."""
     n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
     splits = list(_forward_splits(problem)) if limits.cooperative else []
-    # RMSNorm 2048 x 65536 bf16: split 153 us, looped 176 us; LayerNorm: 240 and 206 us.
-    centered = problem.kind.centered
-    if n * item > 65536 and not centered:
-        yield from splits
     if n <= 1024:
         yield from _forward_tiles(problem)
+    if item == 4 and problem.kind.centered and 10240 < n <= 16384:
+        # LayerNorm 2048 x 16384 fp32: 8 warps 75 us, 32 warps 80 us.
+        chunk, chunks = chunking(n, 2048)
+        yield Candidate("persistent row", Tiling(1, chunk, chunks, 8, 1, True, False), 0, 2)
     # (widest row, warps, resident programs), in 2-byte elements. 8192 x 5120: 8 resident 47.5 us,
     # uncapped 49.5 us; 8192 x 12288 LayerNorm: 3 resident 105 us, 2 resident 116 us.
     halves = n * item // 2
@@ -215,7 +215,8 @@ def forward_candidates(problem: NormProblem, limits: DeviceLimits) -> Iterator[C
         (65536, 32, 1),
     ):
         if halves <= widest:
-            chunk, chunks = chunking(n, warps * 512 // item)
+            # 2048 x 32768 fp32: chunks of 8192 137 us, of 4096 145 us.
+            chunk, chunks = chunking(n, 8192 if n > 16384 else warps * 512 // item)
             for cap in sorted({resident, max(1, resident // 2), 1}, reverse=True):
                 tiling = Tiling(1, chunk, chunks, warps, 1, True, False)
                 yield Candidate("persistent row", tiling, 0, cap)
