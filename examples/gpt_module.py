@@ -64,9 +64,17 @@ class GPTModule(pl.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        if not hasattr(self, "flops_per_batch"):  # for Lightning's ThroughputMonitor
+            self.flops_per_batch = self._training_flops(tokens=batch[:, 1:].numel())
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+    def _training_flops(self, tokens: int) -> int:
+        """Matrix products of a step: 6 for each weight and token, and attention's. Norms are 0."""
+        weights = sum(p.numel() for p in self.gpt.parameters() if p.dim() > 1)
+        options = self.hparams
+        return tokens * (6 * weights + 12 * options.layers * options.width * options.context)
 
     def validation_step(self, batch: Tensor, batch_index: int) -> None:
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -67,14 +68,15 @@ PLACEMENT_CASES = [
 
 
 def run_all(rank: int, port: int, out: str) -> None:
-    """Runs every case and saves what rank 0 saw of each: whole models, then single norms."""
+    """Runs every case and saves what rank 0 saw: whole models, single norms, checkpoints."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, PROCESSES, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     models = {case: _run(rank, *case) for case in (*KERNEL_CASES, *CASES)}
     norms = {case: _norm_of_dtensor(*case) for case in PLACEMENT_CASES}
+    read = {p: checkpoint_round_trip(f"{out}.{p}", p) for p in (False, True)}
     if rank == 0:
-        torch.save((models, norms), out)
+        torch.save({"models": models, "norms": norms, "checkpoints": read}, out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -218,3 +220,24 @@ def _full(gradient: Tensor) -> Tensor:
 def _layout(tensor: Tensor) -> str:
     """How a tensor lies on the devices, as text."""
     return str(tensor.placements) if isinstance(tensor, DTensor) else "plain"
+
+
+def checkpoint_round_trip(folder: str, written_patched: bool) -> bool:
+    """Whether an FSDP2 model reads the sharded checkpoint of one that is patched if it is not."""
+    models = []
+    for patched in (written_patched, not written_patched):
+        gpt = build("layer")
+        _wrap("fsdp2", gpt)
+        if patched:
+            fastnorm.patch(gpt)
+        models.append(gpt)
+    written, read = models
+    with torch.no_grad():
+        for parameter in read.parameters():
+            parameter.zero_()
+    distributed_checkpoint.save(get_model_state_dict(written), checkpoint_id=folder)
+    state = get_model_state_dict(read)
+    distributed_checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(read, state)
+    pairs = zip(written.parameters(), read.parameters(), strict=True)
+    return all(torch.equal(_full(a), _full(b)) for a, b in pairs)

@@ -21,8 +21,8 @@ Results = dict[tuple[str, ...], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def both_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """Whole models and single norms, in one pair of processes: their start takes the longest."""
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All results of one pair of processes, whose start takes the longest."""
     out = tmp_path_factory.mktemp("distributed") / "results.pt"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -34,13 +34,13 @@ def both_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Res
 
 
 @pytest.fixture
-def results(both_results: tuple[Results, Results]) -> Results:
-    return both_results[0]
+def results(everything: dict[str, Any]) -> Results:
+    return everything["models"]
 
 
 @pytest.fixture
-def placement_results(both_results: tuple[Results, Results]) -> Results:
-    return both_results[1]
+def placement_results(everything: dict[str, Any]) -> Results:
+    return everything["norms"]
 
 
 def one_process(norm: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -127,3 +127,10 @@ def test_a_norm_of_a_dtensor_is_laid_out_as_torchs(
     for name, value in ours["values"].items():
         apart = (value - expected[name]).abs().max()
         assert apart <= RELATIVE * expected[name].abs().max(), f"{name}: {apart}"
+
+
+@pytest.mark.parametrize("written_patched", [False, True])
+def test_sharded_checkpoints_are_read_with_and_without_the_patch(
+    everything: dict[str, Any], written_patched: bool
+) -> None:
+    assert everything["checkpoints"][written_patched]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import os
@@ -9,10 +10,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning_models import ADVICE_IGNORED, make_trainer
 from typer.testing import CliRunner
+
+from fastnorm.lightning import FastNormCallback
+
+pytestmark = ADVICE_IGNORED
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NORMS_IN_SMALL_GPT = 9
@@ -97,13 +106,34 @@ def test_lightning_cli_runs_from_its_config_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def gpt_app() -> typer.Typer:
+def train_gpt() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
-        module = importlib.import_module("train_gpt")
+        return importlib.import_module("train_gpt")
+
+
+@pytest.fixture
+def gpt_app(train_gpt: ModuleType) -> typer.Typer:
     app = typer.Typer()
-    app.command()(module.main)
+    app.command()(train_gpt.main)
     return app
+
+
+def test_lightnings_throughput_monitor_counts_the_same_tokens(
+    train_gpt: ModuleType, tmp_path: Path
+) -> None:
+    monitor = ThroughputMonitor(len, lambda batch: batch[:, 1:].numel(), window_size=2)
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trainer = make_trainer(FastNormCallback(), monitor, logger=logger, log_every_n_steps=1)
+    module = train_gpt.GPTModule(width=16, layers=1, heads=2, context=8, steps=4)
+    trainer.fit(module, train_gpt.TextData(context=8, batch=2, steps=4, validation_batches=1))
+    text = (Path(logger.log_dir) / "metrics.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
+    tokens = [float(row["train/lengths"]) for row in rows if row["train/lengths"]]
+    assert tokens == [16.0, 32.0, 48.0, 64.0]
+    for rate in ("items_per_sec", "flops_per_sec"):
+        rates = [float(value) for row in rows if (value := row[f"train/device/{rate}"])]
+        assert rates and min(rates) > 0
 
 
 @pytest.mark.parametrize(
