@@ -131,7 +131,10 @@ class Decision(Callback):
     def _ask(self, norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         # A compiled model must not be interrupted for this; its norm goes unexplained.
         if not self.run.decision and not torch.compiler.is_compiling():
-            self.run.decision = str(fastnorm.explain(norm, inputs[0]))
+            x = inputs[0]
+            # Of a DTensor (tensor parallelism), what the kernels of this device get to see.
+            local = x.to_local() if hasattr(x, "to_local") else x
+            self.run.decision = str(fastnorm.explain(norm, local))
 
 
 def _synchronize(pl_module: pl.LightningModule) -> None:
