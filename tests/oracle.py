@@ -92,8 +92,8 @@ def check(ours: Results, inputs: Inputs) -> None:
     `max|ours - o| <= 2·max|theirs - o| + K·(eps(output dtype)·max|o| + eps(fp32)·scale)`,
     where o is `exact`, max|o| is no less than the smallest normal number, and scale is the size of
     what fp32 arithmetic rounds on the way (`_scales`), times sqrt(M) for sums over M rows. What is
-    not finite in o must not be finite in ours; where o is finite and torch overflows, anything
-    goes.
+    not finite in o must not be finite in ours; inf is right where o is beyond the output dtype;
+    where o is finite and torch overflows, anything goes.
 
     Args:
         ours: y, dx, dw, db of the code under test.
@@ -124,10 +124,9 @@ def worst_excess(
     grouped = [t.detach().double().reshape(scale.numel(), -1) for t in (our, right, their)]
     our64, right64, their64 = grouped
     hidden_nan = ~right64.isfinite() & our64.isfinite() & (our64 != their64)
-    error = torch.where(right64.isfinite(), (our64 - right64).abs(), 0.0).amax(1)
-    their_error = torch.where(right64.isfinite(), (their64 - right64).abs(), 0.0).amax(1)
-    size = torch.where(right64.isfinite(), right64.abs(), 0.0).amax(1)
     info = torch.finfo(our.dtype)
+    error, their_error = (_errors(t, right64, info.max).amax(1) for t in (our64, their64))
+    size = torch.where(right64.isfinite(), right64.abs(), 0.0).amax(1)
     floor = info.eps * size.clamp_min(info.smallest_normal) + FP32_EPS * scale.reshape(-1)
     allowed = 2 * their_error + K * floor
     # 0/0 is a result that is exact where it must be.
@@ -136,6 +135,12 @@ def worst_excess(
     ratio = torch.where(hidden_nan.any(1), torch.inf, ratio)
     ratio = torch.where(ratio.isnan(), torch.inf, ratio)
     return float(ratio.max()), int(ratio.argmax())
+
+
+def _errors(found: Tensor, right: Tensor, largest: float) -> Tensor:
+    """|found - right|; 0 where right is not finite, and where it is rightly rounded to inf."""
+    overflowed = (right.abs() > largest) & (found == right.sign() * torch.inf)
+    return torch.where(right.isfinite() & ~overflowed, (found - right).abs(), 0.0)
 
 
 def _scales(inputs: Inputs) -> tuple[Tensor, ...]:

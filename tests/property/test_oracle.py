@@ -135,6 +135,23 @@ def test_a_hidden_nan_is_rejected() -> None:
         check((y.nan_to_num(0.0), *rest), inputs)
 
 
+def test_inf_is_right_beyond_the_output_dtype_and_wrong_within() -> None:
+    """A constant fp16 row at eps=1e-12 has gradients of a million, which fp16 does not hold."""
+    case = dataclasses.replace(
+        LAYER, x_dtype=torch.half, weight_dtype=torch.half, bias_dtype=torch.half
+    )
+    inputs = dataclasses.replace(case, kind_of_values="constant rows", eps=1e-12).build()
+    y, dx, dw, db = (None if r is None else r.half() for r in exact(inputs))
+    assert dx.isinf().any() and dx.isfinite().any()
+    check((y, dx, dw, db), inputs)
+    inputs = case.build()
+    y, dx, dw, db = theirs(inputs)
+    dx = dx.clone()
+    dx[3, 3] = torch.inf
+    with pytest.raises(AssertionError, match="dx at group 3"):
+        check((y, dx, dw, db), inputs)
+
+
 def test_wrong_dtype_and_shape_are_rejected() -> None:
     inputs = LAYER.build()
     y, *rest = theirs(inputs)
