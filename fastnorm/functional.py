@@ -219,14 +219,22 @@ def result_dtype(
             f"autocast_output must be one of {get_args(AutocastOutput)}, got {autocast_output!r}"
         )
     place = input.device.type
-    # Meta tensors have no autocast: asking whether it is on raises.
-    known = torch.amp.is_autocast_available(place)
-    if known and torch.is_autocast_enabled(place) and input.dtype != torch.float64:
+    on = place in _AUTOCAST_DEVICES and torch.is_autocast_enabled(place)
+    if on and input.dtype != torch.float64:
         if autocast_output == "autocast":
             return torch.get_autocast_dtype(place)
         if autocast_output == "torch" and place == "cuda" and kind.name in AUTOCAST_TO_FP32:
             return torch.float32
     return reference.result_dtype(input.dtype, None if weight is None else weight.dtype, kind)
+
+
+#: Where autocast exists: elsewhere (meta) asking whether it is on raises, and the Dynamo of torch
+#: 2.11 cannot trace the question whether one may ask.
+_AUTOCAST_DEVICES = frozenset(
+    place
+    for place in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
+    if torch.amp.is_autocast_available(place)
+)
 
 
 def _torch_version() -> tuple[int, int]:
