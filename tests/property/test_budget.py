@@ -3,16 +3,11 @@ GPUs that are not here."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from fastnorm.device import DeviceLimits, limits_for_target
-from fastnorm.plan import Decision, Plan, Rejection, decide
+from fastnorm.device import limits_for_target
+from fastnorm.offline import verify_offline
 from fastnorm.problem import NormProblem, stride_unit
-from fastnorm.routing import Compiled, check
 
 pytest.importorskip("triton")
 
@@ -56,51 +51,18 @@ def problem_of(direction: str, norm: str, dtype: str, hidden: int) -> NormProble
     )
 
 
-def figures(plan: Plan, limits: DeviceLimits, folder: Path) -> Compiled:
-    """Registers, spilled words and shared bytes of a plan, off the compiled binary."""
-    from triton import knobs
-
-    from fastnorm.kernels.compile import compile_plan
-
-    compiled = compile_plan(plan, limits.capability)
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = knobs.nvidia.cuobjdump.path
-    text = subprocess.run(
-        [tool, "--dump-resource-usage", str(binary)], check=True, capture_output=True, text=True
-    ).stdout
-    usage = {key: int(n) for key, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    spilled = (usage["STACK"] + usage["LOCAL"]) // 4
-    return Compiled(usage["REG"], spilled, compiled.metadata.shared)
-
-
-def settle(
-    problem: NormProblem, limits: DeviceLimits, folder: Path
-) -> tuple[Decision, Compiled | None, list[Rejection]]:
-    """Decide and compile until the compiler agrees, as routing does on a device."""
-    refused: list[Rejection] = []
-    while True:
-        decision = decide(problem, limits, tuple(refused))
-        if decision.plan is None:
-            return decision, None, refused
-        found = figures(decision.plan, limits, folder)
-        rejection = check(decision.plan, limits, found)
-        if rejection is None:
-            return decision, found, refused
-        refused.append(rejection)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cells = GRID if metafunc.config.getoption("--full") else PART
     metafunc.parametrize("cell", cells, ids=["-".join(map(str, c)) for c in cells])
 
 
 def test_accepted_plans_compile_without_spills_and_fit(
-    cell: tuple[str, str, str, int, str], tmp_path: Path
+    cell: tuple[str, str, str, int, str],
 ) -> None:
     *described, target = cell
     limits = limits_for_target(target)
-    decision, found, refused = settle(problem_of(*described), limits, tmp_path)
+    decision, found = verify_offline(problem_of(*described), limits)
+    refused = [r for r in decision.rejections if r.condition.startswith("compiled")]
     assert decision.plan is not None and found is not None, (decision.reasons, refused)
     assert found.spills == 0
     assert found.registers <= decision.plan.max_registers
