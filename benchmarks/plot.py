@@ -137,9 +137,9 @@ def _draw_norm(axes: Axes, comparisons: Sequence[Comparison], value: Value) -> N
 def save(figure: Figure, out: Path, stem: str) -> None:
     """Write PNG and SVG; the same CSV gives the same SVG, byte for byte."""
     out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out / f"{stem}.png", dpi=160)
+    figure.savefig(out / f"{stem}.png", dpi=160, bbox_inches="tight")
     with plt.rc_context({"svg.hashsalt": stem}):
-        figure.savefig(out / f"{stem}.svg", metadata={"Date": None})
+        figure.savefig(out / f"{stem}.svg", metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
 
 
