@@ -207,18 +207,47 @@ def torch_backward(
 ) -> Grads:
     """torch's fused backward where it takes these dtypes, else the formula written out."""
     kind = SEMANTICS[semantics]
-    shape = x.shape[x.dim() - normalized_ndim :]
     saved = (*x.shape[: x.dim() - normalized_ndim], *([1] * normalized_ndim))
     rstd = stats[0].view(saved)
     mean = stats[1].view(saved) if kind.centered else None
     if _fused_by_torch(x, semantics, dy, weight, bias):
-        if kind.centered:
-            return torch.ops.aten.native_layer_norm_backward(
-                dy, x, shape, mean, rstd, weight, bias, mask
-            )
-        dx, dw = torch.ops.aten._fused_rms_norm_backward(dy, x, shape, rstd, weight, mask[:2])
-        return dx, dw, None
+        hidden = hidden_size(x, normalized_ndim)
+        dx, dw, db = _fused_backward(dy, x, weight, bias, mean, rstd, hidden, mask)
+        return (
+            None if dx is None else dx.view(x.shape),
+            None if dw is None or weight is None else dw.view(weight.shape),
+            None if db is None or bias is None else db.view(bias.shape),
+        )
     return reference.norm_backward(dy, x, weight, bias, mean, rstd, normalized_ndim, kind, mask)
+
+
+def _fused_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    hidden: int,
+    mask: Mask,
+) -> Grads:
+    """torch's fused CUDA backward, on rows: above 65,536 of them it returns dweight of the wrong
+    shape for several normalised dimensions (pytorch/pytorch#192016)."""
+    rows = x.numel() // hidden
+    dy, x = dy.reshape(rows, hidden), x.reshape(rows, hidden)
+    weight_row = None if weight is None else weight.reshape(hidden)
+    if mean is None:
+        dx, dw = torch.ops.aten._fused_rms_norm_backward(
+            dy, x, (hidden,), rstd.reshape(rows, 1), weight_row, mask[:2]
+        )
+        db = None
+    else:
+        bias_row = None if bias is None else bias.reshape(hidden)
+        stats = mean.reshape(rows, 1), rstd.reshape(rows, 1)
+        dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+            dy, x, (hidden,), *stats, weight_row, bias_row, mask
+        )
+    return dx, dw, db
 
 
 def _backward_operator(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
