@@ -45,6 +45,10 @@ class Scratch(NamedTuple):
         return cls(*tensors, *(t.data_ptr() for t in tensors))
 
 
+#: For a launch with nothing to sum up and nobody to wait for: addresses that no kernel reads.
+_NO_SCRATCH = Scratch(torch.empty(0), torch.empty(0), torch.empty(0), 0, 0, 0)
+
+
 class Workspace:
     """Scratch that outlives a launch, per device and stream.
 
@@ -192,9 +196,11 @@ class BackwardKernel:
             slots = programs * SLOTS_PER_PROGRAM if split else 0
             room = floats * p.accumulators
             scratch = WORKSPACE.get(rows.x.device, index, stream, room, slots)
-        else:
+        elif p.accumulators:
             # Not kept: another thread's launches may come between this kernel and its reduction.
             scratch = Scratch.make(rows.x.device, floats * p.accumulators, 0)
+        else:
+            scratch = _NO_SCRATCH
         x_at = rows.x.data_ptr()  # also stands in for what the plan's constexprs leave unread
         partials = scratch.partials_at, scratch.partials_at + (4 * floats if p.needs_dw else 0)
         results = x_at if dw is None else dw.data_ptr(), x_at if db is None else db.data_ptr()
