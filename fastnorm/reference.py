@@ -157,7 +157,8 @@ def _single_feature(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Te
 
     torch 2.13 on a CPU returns rounding noise times rstd here (pytorch/pytorch#188372).
     """
-    x_hat = x - x
+    # Squared, so that dx, too, is NaN where x is not finite.
+    x_hat = (x - x).square()
     y = x_hat if weight is None else x_hat * weight
     return (y if bias is None else y + bias).to(x.dtype)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 
 import fastnorm
 from fastnorm import functional, reference
@@ -11,6 +13,7 @@ from fastnorm.semantics import SEMANTICS
 from tests.oracle import check, run
 from tests.strategies import HALF_AND_SINGLE, Case, cases
 
+ONE_FEATURE = Case((16,), (1,), "layer", torch.bfloat16, torch.bfloat16, torch.float32)
 ALL_DTYPES = (*HALF_AND_SINGLE, torch.float64)
 
 
@@ -30,6 +33,8 @@ def test_functions_are_as_accurate_as_torch(case: Case) -> None:
 
 
 @given(cases(kinds=("layer", "rms"), dtypes=ALL_DTYPES))
+@example(replace(ONE_FEATURE, kind_of_values="one nan"))
+@example(replace(ONE_FEATURE, kind_of_values="one inf"))
 def test_modules_are_as_accurate_as_torch(case: Case) -> None:
     inputs = case.build()
     norm = fastnorm.LayerNorm if case.kind == "layer" else fastnorm.RMSNorm
