@@ -87,24 +87,33 @@ def differentiable_backward(
     return reference.norm_backward(dy, x, weight, bias, mean, rstd, normalized_ndim, kind, mask)
 
 
-def _below_dispatcher(x: Tensor) -> bool:
-    """Whether the operators' dispatch adds nothing: a plain tensor and no mode that wants to see
+#: Types whose memory is at `data_ptr()`: nothing that wraps other tensors.
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def _below_dispatcher(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the operators' dispatch adds nothing: plain tensors and no mode that wants to see
     calls."""
-    return type(x) is Tensor and not torch._C._len_torch_dispatch_stack()
+    plain = type(x) is Tensor and type(weight) in _PLAIN and type(bias) in _PLAIN
+    return plain and not torch._C._len_torch_dispatch_stack()
 
 
-def _call_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    if _below_dispatcher(x):
-        return ops.forward(x, *args)
+def _call_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    if _below_dispatcher(x, weight, bias):
+        return ops.forward(x, weight, bias, *settings)
     sharding.ensure_registered(x)
-    return torch.ops.fastnorm.norm_forward.default(x, *args)
+    return torch.ops.fastnorm.norm_forward.default(x, weight, bias, *settings)
 
 
-def _call_backward(dy: Tensor, x: Tensor, *args: Any) -> Grads:
-    if _below_dispatcher(x):
-        return ops.backward(dy, x, *args)
-    grads = torch.ops.fastnorm.norm_backward.default(dy, x, *args)
-    return _only_wanted(grads, args[-1])
+def _call_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
+) -> Grads:
+    if type(dy) is Tensor and _below_dispatcher(x, weight, bias):
+        return ops.backward(dy, x, weight, bias, *rest)
+    grads = torch.ops.fastnorm.norm_backward.default(dy, x, weight, bias, *rest)
+    return _only_wanted(grads, rest[-1])
 
 
 def _only_wanted(grads: tuple[Tensor, Tensor, Tensor], mask: Any) -> Grads:
