@@ -150,10 +150,11 @@ def why_no_kernel(
         return [reason]
     if not x.numel():
         return []
+    recorded = torch.is_grad_enabled()
     with torch.no_grad():
         asked = [forward_rows(x, weight, bias, hidden, semantics, out_dtype).problem]
         mask = (x.requires_grad, _requires_grad(weight), _requires_grad(bias))
-        if any(mask):
+        if recorded and any(mask):
             dy = torch.empty(x.shape, dtype=out_dtype, device=x.device)
             asked.append(backward_rows(dy, x, weight, bias, hidden, semantics, mask).problem)
     reasons = []
