@@ -65,8 +65,10 @@ def tune(
         again: time also what the cache knows.
 
     Returns:
-        One entry per problem. The choices are in force from now on in this process; another process
-        takes them over by calling this with the same cache, which times nothing then.
+        One entry per problem that kernels may run. The choices are in force from now on in this
+        process, on every GPU like the one that was timed (the model's, else the current one);
+        another process takes them over by calling this with the same cache, which times nothing
+        then.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -83,11 +85,15 @@ def tune(
             raise ValueError(
                 "the model ran no norm of fastnorm's on a CUDA device; patch it and move it there"
             )
-    index = torch.cuda.current_device()
+    index = _index_of(model)
+    limit = routing.limits(index)
+    alike = [i for i in range(torch.cuda.device_count()) if routing.limits(i) == limit]
     path = Path(cache).expanduser()
     known = _load(path)
     results = []
     for problem, rows in problems.items():
+        if unsuitable(problem, limit):
+            continue  # torch runs it: fp64, for one
         key = _key(problem, index)
         if key in known and not again:
             result = Tuned(problem, rows, **known[key], cached=True)
@@ -95,24 +101,32 @@ def tune(
             times = measure(problem, rows, index)
             result = Tuned(problem, rows, min(times, key=lambda name: times[name]), times)
             known[key] = {"choice": result.choice, "microseconds": result.microseconds}
-        routing.prefer(problem, index, result.choice)
+        for i in alike:
+            routing.prefer(problem, i, result.choice)
         results.append(result)
     _store(path, known)
     return results
 
 
+def _index_of(model: nn.Module | None) -> int:
+    """The GPU to time on: where the model's first parameter is, else the current one."""
+    for p in () if model is None else model.parameters():
+        if p.is_cuda:
+            return p.device.index
+    return torch.cuda.current_device()
+
+
 def measure(problem: NormProblem, rows: int, index: int) -> dict[str, float]:
     """Median microseconds of torch and of every candidate that the compiler accepts."""
     limit = routing.limits(index)
-    operands, outputs = _operands(problem, rows, index)
-    times = {TORCH: _time(_torch_call(problem, operands))}
-    if unsuitable(problem, limit):
-        return times
-    for plan in candidates(problem, limit):
-        if over_budget(plan, limit) is None:
-            built = routing.build(plan, limit, index)
-            if isinstance(built, tuple):
-                times[plan.describe()] = _time(_kernel_call(plan, built[0], operands, outputs))
+    with torch.cuda.device(index):  # whose events are the clock
+        operands, outputs = _operands(problem, rows, index)
+        times = {TORCH: _time(_torch_call(problem, operands))}
+        for plan in candidates(problem, limit):
+            if over_budget(plan, limit) is None:
+                built = routing.build(plan, limit, index)
+                if isinstance(built, tuple):
+                    times[plan.describe()] = _time(_kernel_call(plan, built[0], operands, outputs))
     return times
 
 
@@ -167,13 +181,15 @@ def _problems_of(model: nn.Module, batch: tuple[Any, ...]) -> dict[NormProblem, 
     grads = {name: p.grad for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = None
-    with routing.recording() as asked:
-        output = model(*batch)
-        tensors = [t for t in _tensors(output) if t.requires_grad]
-        if tensors:
-            torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
-    for name, p in model.named_parameters():
-        p.grad = grads[name]
+    try:
+        with routing.recording() as asked:
+            output = model(*batch)
+            tensors = [t for t in _tensors(output) if t.requires_grad]
+            if tensors:
+                torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
     return asked
 
 

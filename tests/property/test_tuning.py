@@ -30,6 +30,7 @@ def a_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(routing, "limits", lambda index: H100)
     monkeypatch.setattr(routing, "_preferred", {})
     monkeypatch.setattr(routing, "_verified", {})
@@ -79,6 +80,24 @@ def test_choices_hold_for_their_gpu_only(a_gpu, tmp_path, monkeypatch):
     assert len(timed) == 2 and len(json.loads(cache.read_text())) == 2
 
 
+def test_choices_are_in_force_on_every_gpu_of_the_kind(a_gpu, tmp_path, monkeypatch):
+    """A model need not be on the current GPU, nor on one."""
+    _, plans, _ = a_gpu
+    kinds = [H100, limits_for_target("sm_100"), H100]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(routing, "limits", kinds.__getitem__)
+    fastnorm.tune(problems={PROBLEM: 8}, cache=tmp_path / "t.json")
+    assert routing._preferred == {(PROBLEM, 0): plans[0], (PROBLEM, 2): plans[0]}
+
+
+def test_what_only_torch_runs_is_not_timed(a_gpu, tmp_path):
+    _, _, timed = a_gpu
+    fp64 = PROBLEM._replace(x_dtype="torch.float64", y_dtype="torch.float64")
+    wide = PROBLEM._replace(hidden=2**18)
+    tuned = fastnorm.tune(problems={fp64: 8, wide: 8, PROBLEM: 8}, cache=tmp_path / "t.json")
+    assert [t.problem for t in tuned] == [PROBLEM] and timed == [(PROBLEM, 8)]
+
+
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_broken_cache_is_named(a_gpu, tmp_path, content):
     cache = tmp_path / "t.json"
@@ -116,3 +135,11 @@ def test_a_models_problems_are_recorded_with_their_rows_and_no_gradient_stays(mo
     monkeypatch.setattr("fastnorm.modules.layer_norm", as_on_a_gpu)
     assert tuning._problems_of(model, (torch.randn(5, 8),)) == {PROBLEM: 5}
     assert model[1].weight.grad is kept and model[0].weight.grad is None
+
+
+def test_a_model_that_fails_keeps_its_gradients():
+    model = torch.nn.Linear(8, 16)
+    kept = model.weight.grad = torch.ones(16, 8)
+    with pytest.raises(RuntimeError):
+        tuning._problems_of(model, (torch.randn(5, 9),))
+    assert model.weight.grad is kept
