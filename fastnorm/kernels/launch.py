@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,8 +75,26 @@ class Workspace:
             if kept is not None:
                 floats = max(floats, kept.partials.numel())
                 slots = max(slots, kept.slots.numel())
-            kept = self._kept[index, stream] = Scratch.make(device, floats, slots)
+            kept = self._kept[index, stream] = _make_apart(device, floats, slots)
         return kept
+
+
+def _make_apart(device: torch.device, floats: int, slots: int) -> Scratch:
+    """Scratch to be kept, from the allocator's general pool and the current stream.
+
+    A thread of its own asks for it: the calling thread's memory may come from a pool that is not
+    there for things that stay. Inductor warms up its CUDA graphs so, and gives out again whatever
+    is not among a graph's outputs.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def make() -> Scratch:
+        # Not `with`: leaving it would make device 0 current, and wake it up.
+        torch.cuda.set_stream(stream)
+        return Scratch.make(device, floats, slots)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 WORKSPACE = Workspace()

@@ -3,6 +3,7 @@ only where programs meet or partials are summed."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -105,3 +106,28 @@ def test_forward_launches_fit_their_kernel(semantics, hidden, scratch):
     assert named["y_ptr"] == y.data_ptr() and named["stats_ptr"] == stats.data_ptr()
     assert (named["M"], named["eps"], programs) == (6, 1e-5, plan.grid(6, 132))
     assert bool(scratch) == (plan.tiling.split > 1)
+
+
+def test_kept_scratch_is_made_by_a_thread_of_its_own_on_the_launchs_stream(monkeypatch):
+    """Inductor's CUDA graph trees send the calling thread's allocations to their pool, and give out
+    again what stays there."""
+    current = threading.local()
+
+    def use(stream):
+        current.stream = stream
+
+    def make(device, floats, slots):
+        made.append((threading.get_ident(), current.stream, floats, slots))
+        return launch.Scratch(torch.empty(floats), torch.empty(1), torch.empty(slots), 16, 32, 48)
+
+    made = []
+    monkeypatch.setattr(launch.Scratch, "make", make)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the launch's")
+    monkeypatch.setattr(torch.cuda, "set_stream", use)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    workspace, cpu = launch.Workspace(), torch.device("cpu")
+    kept = workspace.get(cpu, 0, 7, 100, 0)
+    assert workspace.get(cpu, 0, 7, 50, 0) is kept
+    assert workspace.get(cpu, 0, 7, 50, 8) is not kept
+    assert [call[1:] for call in made] == [("the launch's", 100, 0), ("the launch's", 100, 8)]
+    assert threading.get_ident() not in [call[0] for call in made]
