@@ -118,19 +118,29 @@ def _explain_call(module: nn.Module, input: Tensor, target: str | None) -> Expla
     recipe.run(module, input.detach(), norm)
     x, shape, weight, bias, _ = asked
     kind = SEMANTICS[recipe.kind(input)]
-    y_dtype = result_dtype(x, weight, kind)
+    backend, autocast_output = None, recipe.autocast_output
+    if isinstance(module, (LayerNorm, RMSNorm)):
+        backend, autocast_output = module.backend, module.autocast_output
+    y_dtype = result_dtype(x, weight, kind, autocast_output)
     hidden = operands.hidden_size(x, len(shape))
-    limits, index = _place(target, x.device.index if x.is_cuda else None)
     with torch.no_grad():
         forward = operands.forward_rows(x, weight, bias, hidden, kind.name, y_dtype).problem
         mask = (True, weight is not None, bias is not None)
         dy = torch.empty(x.shape, dtype=y_dtype, device=x.device)
         backward = operands.backward_rows(dy, x, weight, bias, hidden, kind.name, mask).problem
     rows = x.numel() // hidden if hidden else 0
-    if target is None and not x.is_cuda:
+    if target is None:
         reason = ops.why_torch(x, weight, hidden)
-        return _torch_only(forward, backward, rows, str(x.device), reason)
-    return _explain_problems(forward, backward, rows, limits, index)
+    else:
+        reason = ops.why_torch_anywhere(weight, hidden)
+    if backend == "torch":
+        reason = 'the layer has backend="torch"'
+    if reason:
+        return _torch_only(forward, backward, rows, target or str(x.device), reason)
+    if target is None and not x.is_cuda:
+        interpreter = device.interpreter_limits(), routing.INTERPRETER
+        return _explain_problems(forward, backward, rows, *interpreter)
+    return _explain_problems(forward, backward, rows, *_place(target, x.device.index))
 
 
 def _recipe(module: nn.Module) -> Recipe:

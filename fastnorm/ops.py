@@ -40,6 +40,11 @@ def why_torch(x: Tensor, weight: Tensor | None, hidden: int) -> str:
             f"input is on {x.device}; the kernels run on CUDA devices "
             "(and on a CPU in Triton's interpreter)"
         )
+    return why_torch_anywhere(weight, hidden)
+
+
+def why_torch_anywhere(weight: Tensor | None, hidden: int) -> str:
+    """The part of `why_torch` that holds on any device."""
     if weight is not None and weight.numel() != hidden:
         return (
             f"weight of shape {list(weight.shape)}: the kernels take one value per "

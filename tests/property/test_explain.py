@@ -97,6 +97,31 @@ def test_bad_questions_are_answered_with_what_to_do(arguments, complaint):
         fastnorm.explain(**arguments)
 
 
+def test_a_layers_own_settings_count(no_compiler):
+    x = torch.zeros(2, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer = fastnorm.LayerNorm(64, autocast_output="autocast")
+        assert layer(x).dtype is torch.bfloat16
+        assert fastnorm.explain(layer, x, target="sm_90").dtypes["output"] == "bf16"
+    found = fastnorm.explain(fastnorm.RMSNorm(64, backend="torch"), x, target="sm_90")
+    assert {p.route for p in found.passes} == {"torch"}
+    assert 'backend="torch"' in str(found)
+
+
+def test_a_weight_per_head_is_torchs_on_every_target(no_compiler):
+    class CohereLayerNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(3, 64)), 1e-5
+
+    fastnorm.register(
+        CohereLayerNorm, semantics="layer_cohere", weight="weight", eps="variance_epsilon"
+    )
+    found = fastnorm.explain(CohereLayerNorm(), torch.zeros(2, 3, 64), target="sm_90")
+    assert {p.route for p in found.passes} == {"torch"}
+    assert "one value per normalised element" in str(found)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
