@@ -41,8 +41,8 @@ def backend(choice: Backend) -> Iterator[None]:
     """Choose what runs norms inside a `with` block (this thread only).
 
     Args:
-        choice: "auto" (kernels where they pass the budget), "triton" (raise where they do not) or
-            "torch".
+        choice: "auto" (kernels where they pass the budget), "triton" (raise where they do not; not
+            checked while torch.compile traces) or "torch".
 
     Raises:
         ValueError: any other choice.
@@ -179,7 +179,8 @@ def norm(
         if choice == "triton":
             raise KernelUnavailable(f'backend="triton" cannot run: {reason}')
         return _torch(input, shape, weight, bias, eps, kind, out_dtype)
-    if choice == "triton":
+    if choice == "triton" and not torch.compiler.is_compiling():
+        # Plans are made outside compiled graphs, where Dynamo cannot look.
         _require_kernels(input, weight, bias, len(shape), kind, out_dtype)
     return apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
 

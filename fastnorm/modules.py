@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fastnorm import sharding
 from fastnorm.functional import AutocastOutput, Backend, checked_backend, layer_norm, rms_norm
 
 
@@ -35,6 +36,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.backend = None if backend is None else checked_backend(backend)
         self.autocast_output = autocast_output
+        sharding.register_if_loaded()
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., *normalized_shape]` -> the same shape. See: `fastnorm.layer_norm`."""
@@ -72,6 +74,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.backend = None if backend is None else checked_backend(backend)
         self.autocast_output = autocast_output
+        sharding.register_if_loaded()
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., *normalized_shape]` -> the same shape. See: `fastnorm.rms_norm`."""

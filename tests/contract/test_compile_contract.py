@@ -256,3 +256,13 @@ def test_fakes_agree_with_the_operators(
         fake = both(*(mode.from_tensor(t) for t in (x, w, dy)))
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+def test_asking_for_kernels_does_not_break_the_graph(route: Route) -> None:
+    """Whether they can run is found out by running."""
+    if route.name == "torch":
+        pytest.skip("kernels run in the interpreter or on a GPU")
+    module = fastnorm.LayerNorm(64, backend="triton", device=route.device)
+    x = torch.randn(8, 64, device=route.device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x))

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "autograd": {"operands", "ops", "reference", "semantics", "sharding"},
     "validation": {"semantics"},
     "functional": {"autograd", "ops", "reference", "routing", "semantics", "validation"},
-    "modules": {"functional"},
+    "modules": {"functional", "sharding"},
     "patching": {"functional", "modules", "reference", "semantics", "sharding"},
     "lightning": {"functional", "patching", "routing"},
     "tuning": {"operands", "ops", "plan", "problem", "routing"},
