@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import platform
 import runpy
@@ -78,7 +77,7 @@ def _doctor() -> int:
     """Versions, the GPU and what keeps kernels from running; status 1 where none can run."""
     print(f"fastnorm {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     missing = device.triton_missing()
-    print(missing or f"Triton {importlib.metadata.version('triton')}")
+    print(missing or f"Triton {device.triton_version()}")
     if not torch.cuda.is_available():
         print("no CUDA device: norms run on torch's operators")
         return 1

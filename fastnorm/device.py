@@ -91,6 +91,13 @@ def triton_missing() -> str:
     return "" if found else "Triton is not installed"
 
 
+def triton_version() -> str:
+    """Triton's own word for its version: its package has other names, pytorch-triton for one."""
+    import triton
+
+    return str(triton.__version__)
+
+
 @functools.cache
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 before

@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _key(problem: NormProblem, index: int) -> str:
     """A problem on a GPU under these versions: what a choice holds for."""
     limit = routing.limits(index)
-    place = [limit.name, limit.target, limit.sm_count, torch.__version__, version("triton")]
+    place = [limit.name, limit.target, limit.sm_count, torch.__version__, routing.device.triton_version()]
     return json.dumps([*place, *problem])
 
 

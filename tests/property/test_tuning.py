@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import fastnorm
 from fastnorm import routing, tuning
+from fastnorm.__main__ import main
 from fastnorm.device import limits_for_target
 from fastnorm.plan import TORCH, candidates, decide
 from fastnorm.problem import NormProblem
@@ -143,3 +145,17 @@ def test_a_model_that_fails_keeps_its_gradients():
     with pytest.raises(RuntimeError):
         tuning._problems_of(model, (torch.randn(5, 9),))
     assert model.weight.grad is kept
+
+
+def test_triton_need_not_be_installed_as_triton(a_gpu, tmp_path, monkeypatch):
+    """PyTorch's nightly builds bring it as pytorch-triton."""
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(tuning, "version", version, raising=False)
+    (tuned,) = fastnorm.tune(problems={PROBLEM: 8}, cache=tmp_path / "t.json")
+    assert not tuned.cached
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor"]) == 1
