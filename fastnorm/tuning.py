@@ -94,7 +94,9 @@ def tune(
         if unsuitable(problem, limit):
             continue  # torch runs it: fp64, for one
         key = _key(problem, index)
-        if key in known and not again:
+        # Another version of fastnorm may have had other candidates.
+        choices = {TORCH, *(plan.describe() for plan in candidates(problem, limit))}
+        if key in known and known[key]["choice"] in choices and not again:
             result = Tuned(problem, rows, **known[key], cached=True)
         else:
             times = measure(problem, rows, index)
@@ -205,8 +207,9 @@ def _tensors(value: Any) -> list[Tensor]:
 def _key(problem: NormProblem, index: int) -> str:
     """A problem on a GPU under these versions: what a choice holds for."""
     limit = routing.limits(index)
-    place = [limit.name, limit.target, limit.sm_count, torch.__version__, routing.device.triton_version()]
-    return json.dumps([*place, *problem])
+    gpu = [limit.name, limit.target, limit.sm_count]
+    versions = [torch.__version__, routing.device.triton_version()]
+    return json.dumps([*gpu, *versions, *problem])
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -92,6 +92,17 @@ def test_choices_are_in_force_on_every_gpu_of_the_kind(a_gpu, tmp_path, monkeypa
     assert routing._preferred == {(PROBLEM, 0): plans[0], (PROBLEM, 2): plans[0]}
 
 
+def test_a_cached_choice_that_is_no_candidate_any_more_is_timed_again(a_gpu, tmp_path):
+    clock, plans, timed = a_gpu
+    cache = tmp_path / "t.json"
+    clock["of an older version"] = 1.0
+    fastnorm.tune(problems={PROBLEM: 8}, cache=cache)
+    assert "of an older version" in cache.read_text()
+    del clock["of an older version"]
+    (tuned,) = fastnorm.tune(problems={PROBLEM: 8}, cache=cache)
+    assert tuned.choice == plans[0] and not tuned.cached and len(timed) == 2
+
+
 def test_what_only_torch_runs_is_not_timed(a_gpu, tmp_path):
     _, _, timed = a_gpu
     fp64 = PROBLEM._replace(x_dtype="torch.float64", y_dtype="torch.float64")
