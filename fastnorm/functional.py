@@ -40,6 +40,10 @@ class KernelUnavailable(RuntimeError):
 def backend(choice: Backend) -> Iterator[None]:
     """Choose what runs norms inside a `with` block (this thread only).
 
+    Activation checkpointing recomputes on a GPU in a thread of autograd's, which does not see the
+    choice. Repeat it there, `checkpoint(..., context_fn=lambda: (nullcontext(),
+    fastnorm.backend(choice)))`, or give the layers their `backend=`.
+
     Args:
         choice: "auto" (kernels where they pass the budget), "triton" (raise where they do not; not
             checked while torch.compile traces) or "torch".
