@@ -45,11 +45,6 @@ class NormProblem(NamedTuple):
         return SEMANTICS[self.semantics]
 
     @property
-    def item_size(self) -> int:
-        """Bytes of the wider of x and dy or y: what decides vector width and staging."""
-        return max(ITEM_SIZE[self.x_dtype], ITEM_SIZE[self.y_dtype])
-
-    @property
     def accumulators(self) -> int:
         """fp32 values that backward accumulates per column: dweight, dbias."""
         return int(self.needs_dw) + int(self.needs_db)
