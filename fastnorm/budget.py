@@ -44,12 +44,10 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one program is predicted to use: registers per thread, shared bytes, fp32 partial bytes
-    in registers."""
+    """What one program is predicted to use: registers per thread, shared bytes."""
 
     registers: int
     shared_bytes: int
-    partial_bytes: int
 
 
 #: fp32 temporaries per element, by direction and by whether the inputs are fp32 already.
@@ -95,7 +93,6 @@ def footprint(problem: NormProblem, tiling: Tiling) -> Footprint:
     return Footprint(
         registers=round(16 + held),
         shared_bytes=shared,
-        partial_bytes=4 * problem.accumulators * problem.hidden if backward else 0,
     )
 
 

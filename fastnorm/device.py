@@ -20,7 +20,6 @@ class DeviceLimits:
         shared_bytes_per_program: largest dynamic shared memory of one program, bytes.
         shared_bytes_per_sm: shared memory of one multiprocessor, bytes.
         max_warps_per_sm: resident warps.
-        l2_bytes: size of the L2 cache.
         cooperative: cooperative launches (grid barriers) work.
         unsupported: why no kernel can run here, or "".
     """
@@ -33,7 +32,6 @@ class DeviceLimits:
     shared_bytes_per_program: int = 232_448
     shared_bytes_per_sm: int = 233_472
     max_warps_per_sm: int = 64
-    l2_bytes: int = 50 * 2**20
     cooperative: bool = True
     unsupported: str = ""
 
@@ -47,13 +45,13 @@ class DeviceLimits:
 #: with the largest part's multiprocessor count: name, SMs, shared bytes per program and per SM,
 #: warps per SM, L2 bytes.
 _TARGETS = {
-    "sm_80": ("A100", 108, 166_912, 167_936, 64, 40 * 2**20),
-    "sm_86": ("RTX A6000", 84, 101_376, 102_400, 48, 6 * 2**20),
-    "sm_89": ("L40S", 142, 101_376, 102_400, 48, 96 * 2**20),
-    "sm_90": ("H100/H200", 132, 232_448, 233_472, 64, 50 * 2**20),
-    "sm_100": ("B200", 148, 232_448, 233_472, 64, 126 * 2**20),
-    "sm_103": ("B300", 148, 232_448, 233_472, 64, 126 * 2**20),
-    "sm_120": ("RTX PRO 6000", 188, 101_376, 102_400, 48, 128 * 2**20),
+    "sm_80": ("A100", 108, 166_912, 167_936, 64),
+    "sm_86": ("RTX A6000", 84, 101_376, 102_400, 48),
+    "sm_89": ("L40S", 142, 101_376, 102_400, 48),
+    "sm_90": ("H100/H200", 132, 232_448, 233_472, 64),
+    "sm_100": ("B200", 148, 232_448, 233_472, 64),
+    "sm_103": ("B300", 148, 232_448, 233_472, 64),
+    "sm_120": ("RTX PRO 6000", 188, 101_376, 102_400, 48),
 }
 
 
@@ -70,7 +68,7 @@ def limits_for_target(target: str) -> DeviceLimits:
     """
     if target not in _TARGETS:
         raise ValueError(f"unknown target {target!r}; known targets: {', '.join(_TARGETS)}")
-    name, sms, program, sm, warps, l2 = _TARGETS[target]
+    name, sms, program, sm, warps = _TARGETS[target]
     return DeviceLimits(
         name=name,
         target=target,
@@ -78,7 +76,6 @@ def limits_for_target(target: str) -> DeviceLimits:
         shared_bytes_per_program=program,
         shared_bytes_per_sm=sm,
         max_warps_per_sm=warps,
-        l2_bytes=l2,
     )
 
 
@@ -137,7 +134,6 @@ def limits_for_device(index: int) -> DeviceLimits:
         shared_bytes_per_program=getattr(p, "shared_memory_per_block_optin", 49_152),
         shared_bytes_per_sm=getattr(p, "shared_memory_per_multiprocessor", 65_536),
         max_warps_per_sm=p.max_threads_per_multi_processor // 32,
-        l2_bytes=p.L2_cache_size,
     )
     return replace(limits, unsupported=_unsupported(p.major, p.minor))
 

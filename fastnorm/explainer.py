@@ -128,7 +128,9 @@ def _explain_call(module: nn.Module, input: Tensor, target: str | None) -> Expla
         mask = (True, weight is not None, bias is not None)
         dy = torch.empty(x.shape, dtype=y_dtype, device=x.device)
         backward = operands.backward_rows(dy, x, weight, bias, hidden, kind.name, mask).problem
-    rows = x.numel() // hidden if hidden else 0
+    if not x.numel():
+        raise ValueError(f"the input is empty, of size {list(input.shape)}: no kernel runs on it")
+    rows = x.numel() // hidden
     if target is None:
         reason = ops.why_torch(x, weight, hidden)
     else:

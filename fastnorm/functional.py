@@ -64,6 +64,19 @@ def checked_backend(choice: Backend) -> Backend:
     return choice
 
 
+def checked_autocast_output(choice: AutocastOutput) -> AutocastOutput:
+    """The choice itself.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    if choice not in ("torch", "input", "autocast"):
+        raise ValueError(
+            f"autocast_output must be one of {get_args(AutocastOutput)}, got {choice!r}"
+        )
+    return choice
+
+
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int] | int,
@@ -219,10 +232,7 @@ def result_dtype(
     Raises:
         ValueError: `autocast_output` is none of the three.
     """
-    if autocast_output not in ("torch", "input", "autocast"):
-        raise ValueError(
-            f"autocast_output must be one of {get_args(AutocastOutput)}, got {autocast_output!r}"
-        )
+    checked_autocast_output(autocast_output)
     place = input.device.type
     on = place in _AUTOCAST_DEVICES and torch.is_autocast_enabled(place)
     if on and input.dtype != torch.float64:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fastnorm import sharding
-from fastnorm.functional import AutocastOutput, Backend, checked_backend, layer_norm, rms_norm
+from fastnorm.functional import (
+    AutocastOutput,
+    Backend,
+    checked_autocast_output,
+    checked_backend,
+    layer_norm,
+    rms_norm,
+)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -35,7 +42,7 @@ class LayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.backend = None if backend is None else checked_backend(backend)
-        self.autocast_output = autocast_output
+        self.autocast_output = checked_autocast_output(autocast_output)
         sharding.register_if_loaded()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -73,7 +80,7 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.backend = None if backend is None else checked_backend(backend)
-        self.autocast_output = autocast_output
+        self.autocast_output = checked_autocast_output(autocast_output)
         sharding.register_if_loaded()
 
     def forward(self, input: Tensor) -> Tensor:

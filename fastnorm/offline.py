@@ -12,7 +12,7 @@ from fastnorm import device
 from fastnorm.device import DeviceLimits
 from fastnorm.plan import Decision, Rejection, decide
 from fastnorm.problem import NormProblem
-from fastnorm.routing import Compiled, check
+from fastnorm.routing import Compiled, check, compiled_or_refused
 
 
 def verify_offline(problem: NormProblem, limits: DeviceLimits) -> tuple[Decision, Compiled | None]:
@@ -26,9 +26,11 @@ def verify_offline(problem: NormProblem, limits: DeviceLimits) -> tuple[Decision
         decision = decide(problem, limits, tuple(refused))
         if decision.plan is None or not can_compile:
             return decision, None
-        from fastnorm.kernels.compile import compile_plan
-
-        figures = offline_figures(compile_plan(decision.plan, limits.capability))
+        compiled = compiled_or_refused(decision.plan, limits)
+        if isinstance(compiled, Rejection):
+            refused.append(compiled)
+            continue
+        figures = offline_figures(compiled)
         refusal = check(decision.plan, limits, figures)
         if refusal is None:
             return decision, figures

@@ -93,16 +93,16 @@ def forward_kernel(problem: NormProblem, index: int, rows: int = 0) -> ForwardKe
 
     Compiles at most once per problem and device; `rows` does not matter to it (see `recording`).
     """
-    if _recorded is not None:
-        _recorded[problem] = max(rows, _recorded.get(problem, 0))
+    if (asked := _recorded) is not None:
+        asked[problem] = max(rows, asked.get(problem, 0))
     found = _verified.get((problem, index))
     return (found or verified(problem, index)).kernel
 
 
 def backward_kernel(problem: NormProblem, index: int, rows: int = 0) -> BackwardKernel | None:
     """As `forward_kernel`, for a backward problem."""
-    if _recorded is not None:
-        _recorded[problem] = max(rows, _recorded.get(problem, 0))
+    if (asked := _recorded) is not None:
+        asked[problem] = max(rows, asked.get(problem, 0))
     found = _verified.get((problem, index))
     return (found or verified(problem, index)).kernel
 
@@ -179,21 +179,11 @@ def _verify(problem: NormProblem, limit: DeviceLimits, index: int) -> Verified:
 def build(plan: Plan, limit: DeviceLimits, index: int) -> tuple[Any, Compiled] | Rejection:
     """Compile a plan and load it on a device; the kernel and its figures, or what refuses it."""
     import torch
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.runtime.errors import OutOfResources
 
-    from fastnorm.kernels.compile import compile_plan
-
-    try:
-        compiled = compile_plan(plan, limit.capability)
-    except (CompilationError, PTXASError, RuntimeError) as error:
-        if "C compiler" in str(error):
-            raise
-        warnings.warn(
-            f"fastnorm: Triton failed on a kernel, another is tried ({plan.describe()}): {error}",
-            stacklevel=5,
-        )
-        return Rejection(plan.describe(), "failures to compile", 1, 0)
+    compiled = compiled_or_refused(plan, limit)
+    if isinstance(compiled, Rejection):
+        return compiled
     with torch.cuda.device(index):
         try:
             compiled._init_handles()
@@ -202,6 +192,25 @@ def build(plan: Plan, limit: DeviceLimits, index: int) -> tuple[Any, Compiled] |
         figures = Compiled(compiled.n_regs, compiled.n_spills, compiled.metadata.shared)
         refusal = check(plan, limit, figures)
         return refusal or (_launchable(plan, limit, index, compiled), figures)
+
+
+def compiled_or_refused(plan: Plan, limit: DeviceLimits) -> Any | Rejection:
+    """A plan compiled for a target, or refused, with a warning, because Triton fails on it."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import PTXASError
+
+    from fastnorm.kernels.compile import compile_plan
+
+    try:
+        return compile_plan(plan, limit.capability)
+    except (CompilationError, PTXASError, RuntimeError) as error:
+        if "C compiler" in str(error):
+            raise
+        warnings.warn(
+            f"fastnorm: Triton failed on a kernel, another is tried ({plan.describe()}): {error}",
+            stacklevel=5,
+        )
+        return Rejection(plan.describe(), "failures to compile", 1, 0)
 
 
 def check(plan: Plan, limit: DeviceLimits, figures: Compiled) -> Rejection | None:

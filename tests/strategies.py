@@ -208,7 +208,6 @@ def devices(draw: st.DrawFn) -> DeviceLimits:
         shared_bytes_per_program=draw(st.integers(16, shared // 1024)) * 1024,
         shared_bytes_per_sm=shared,
         max_warps_per_sm=draw(st.sampled_from([16, 32, 48, 64])),
-        l2_bytes=draw(st.integers(1, 256)) * 2**20,
         cooperative=draw(st.booleans()),
         unsupported=draw(st.sampled_from(["", "", "", "no kernels here"])),
     )

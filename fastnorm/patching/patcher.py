@@ -7,12 +7,11 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
 
 from torch import nn
 
 from fastnorm import sharding
-from fastnorm.functional import AutocastOutput
+from fastnorm.functional import AutocastOutput, checked_autocast_output
 from fastnorm.patching.recipe import Recipe, Refusal
 from fastnorm.patching.recognition import recognise
 from fastnorm.patching.report import Patched, Report, Skipped
@@ -54,10 +53,7 @@ def patch(
         ValueError: `strict` and a norm-like layer is not recognised, or `autocast_output` is not
             one of the three; nothing is changed then.
     """
-    if autocast_output not in get_args(AutocastOutput):
-        raise ValueError(
-            f"autocast_output must be one of {get_args(AutocastOutput)}, got {autocast_output!r}"
-        )
+    checked_autocast_output(autocast_output)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch takes a torch.nn.Module; got {type(model).__name__}")
     selection = Selection(include, exclude, filter_fn)

@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"__init__", "device", "explainer", "problem", "semantics"},
 }
 #: What rooms import when a function of theirs is called: all that needs Triton.
-AT_A_CALL: dict[str, set[str]] = {"routing": {"kernels"}, "offline": {"kernels"}}
+AT_A_CALL: dict[str, set[str]] = {"routing": {"kernels"}}
 #: What only the type checker imports.
 FOR_TYPES: dict[str, set[str]] = {"kernels": {"operands", "plan"}, "routing": {"kernels"}}
 

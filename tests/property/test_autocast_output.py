@@ -65,3 +65,5 @@ def test_gradients_flow_through_the_narrow_output(norm, route):
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="got 'half'"):
         fastnorm.layer_norm(torch.zeros(2, 4), 4, autocast_output="half")
+    with pytest.raises(ValueError, match="got 'half'"):
+        fastnorm.RMSNorm(4, autocast_output="half")

@@ -152,3 +152,25 @@ def test_doctor_tells_of_a_missing_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 1
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_an_empty_input_is_told_apart():
+    with pytest.raises(ValueError, match="empty"):
+        fastnorm.explain(nn.LayerNorm(8), torch.zeros(0, 8), target="sm_90")
+
+
+def test_a_kernel_that_triton_cannot_build_gives_way_to_the_next(monkeypatch):
+    pytest.importorskip("triton")
+    from fastnorm.kernels import compile
+
+    build, broken = compile.compile_plan, iter([RuntimeError("PassManager::run failed")])
+
+    def failing_once(plan, capability):
+        for error in broken:
+            raise error
+        return build(plan, capability)
+
+    monkeypatch.setattr(compile, "compile_plan", failing_once)
+    with pytest.warns(UserWarning, match="another is tried"):
+        found = fastnorm.explain(hidden=768, target="sm_90").passes[0]
+    assert "failures to compile" in found.refused[0] and found.compiled.spills == 0
