@@ -123,6 +123,9 @@ def _backward_splits(problem: NormProblem) -> Iterator[Candidate]:
         shapes = ((1, 16, 2, True, 16), one_warp)
     else:
         shapes = (one_warp, (2, 16, 2, True, 8))
+    if _vectors(problem):
+        # Fewer programs of more registers, for dtypes that need them (bf16 rows with an fp32 dy).
+        shapes = (*shapes, (2, 16, 2, True, 4))
     for warps, elements, stages, keep_weight, per_sm in shapes:
         tiling = _slices(n, warps, elements, item, stages, keep_weight)
         if tiling is not None:

@@ -154,3 +154,16 @@ def test_row_stride_addresses_every_element(data: st.DataObject) -> None:
     rows = x.numel() // hidden
     flat = storage.as_strided((rows, hidden), (stride, 1))
     assert torch.equal(flat, x.reshape(rows, hidden))
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_wide_half_rows_have_a_plan_for_an_fp32_gradient(target, norm):
+    """As autocast poses them; some widths had none."""
+    bias = "fp32" if norm == "layer" else None
+    for hidden in range(16392, 131073, 2000):
+        unit = stride_unit(hidden)
+        asked = (True, True, bias is not None)
+        dtypes = ("bf16", "fp32", "fp32", bias)
+        problem = NormProblem("backward", norm, hidden, *dtypes, *asked, unit)
+        assert decide(problem, limits_for_target(target)).plan is not None, hidden
