@@ -135,8 +135,7 @@ def _backward_splits(problem: NormProblem) -> Iterator[Candidate]:
 def _slices(
     hidden: int, warps: int, elements: int, item: int, stages: int, keep_weight: bool
 ) -> Tiling | None:
-    """A row cut into a power of two of slices, of about `elements` per thread
-    each."""
+    """A row cut into a power of two of slices, of about `elements` per thread each."""
     chunk = 32 * warps * min(elements, 16 // item)  # one 16-byte access per thread
     split = 2
     spare = 1.25 if item == 2 and elements > 8 else 1.0

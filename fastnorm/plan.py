@@ -1,8 +1,5 @@
 """Candidates in order, and the decision between them. Pure and cached: no torch, no GPU, no
 compiler.
-
-Measurements cited here: backward and forward sweeps on one H200, docs/performance.md, "How the plan
-    was found".
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ from fastnorm.candidates import backward_candidates, forward_candidates
 from fastnorm.device import DeviceLimits
 from fastnorm.problem import ITEM_SIZE, NormProblem
 
-#: Widest row that each direction takes. Wider rows go to torch.
-WIDEST = {"forward": 131072, "backward": 131072}
+#: Widest row that kernels take. Wider rows go to torch.
+WIDEST = 131072
 #: What stands for torch's own kernel where candidates are named.
 TORCH = "torch"
 #: How far the register model may exceed the cap before a plan is refused unseen: ptxas finds 10%
@@ -166,10 +163,9 @@ def unsuitable(problem: NormProblem, limits: DeviceLimits) -> tuple[str, ...]:
         dtype = getattr(problem, name)
         if dtype is not None and dtype not in ITEM_SIZE:
             reasons.append(f"{name} {dtype}: the kernels take {', '.join(ITEM_SIZE)}")
-    widest = WIDEST[problem.direction]
-    if problem.hidden > widest:
+    if problem.hidden > WIDEST:
         reasons.append(
-            f"hidden size {problem.hidden} > {widest}, the widest {problem.direction} row"
+            f"hidden size {problem.hidden} > {WIDEST}, the widest {problem.direction} row"
         )
     if problem.direction == "backward" and not (problem.needs_dx or problem.accumulators):
         reasons.append("no gradient is asked for")

@@ -10,16 +10,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastnorm import device
 from fastnorm.budget import resident_programs
 from fastnorm.device import DeviceLimits
 from fastnorm.plan import Decision, Plan, Rejection, decide
 from fastnorm.problem import NormProblem
-
-if TYPE_CHECKING:
-    from fastnorm.kernels.launch import BackwardKernel, ForwardKernel
 
 #: Spilled 32-bit words per thread that an accepted kernel may have. Spills are cliffs: LayerNorm
 #: bf16 12288 with 64 spilled words takes 702 us, with none 200 us.
@@ -88,19 +85,12 @@ def limits(index: int) -> DeviceLimits:
     return device.interpreter_limits() if index == INTERPRETER else device.limits_for_device(index)
 
 
-def forward_kernel(problem: NormProblem, index: int, rows: int = 0) -> ForwardKernel | None:
-    """The verified kernel of a forward problem on a device, or None where torch runs it.
+def kernel_for(problem: NormProblem, index: int, rows: int = 0) -> Any:
+    """The verified `ForwardKernel` or `BackwardKernel` of a problem on a device, or None where
+    torch runs it.
 
     Compiles at most once per problem and device; `rows` does not matter to it (see `recording`).
     """
-    if (asked := _recorded) is not None:
-        asked[problem] = max(rows, asked.get(problem, 0))
-    found = _verified.get((problem, index))
-    return (found or verified(problem, index)).kernel
-
-
-def backward_kernel(problem: NormProblem, index: int, rows: int = 0) -> BackwardKernel | None:
-    """As `forward_kernel`, for a backward problem."""
     if (asked := _recorded) is not None:
         asked[problem] = max(rows, asked.get(problem, 0))
     found = _verified.get((problem, index))
@@ -119,7 +109,7 @@ def recording() -> Iterator[dict[NormProblem, int]]:
 
 
 def verified(problem: NormProblem, index: int) -> Verified:
-    """As `forward_kernel` and `backward_kernel`, with the decision and the compiler's figures."""
+    """As `kernel_for`, with the decision and the compiler's figures."""
     key = (problem, index)
     with _lock:
         if key in _verified:

@@ -148,11 +148,11 @@ class ForwardKernel:
             stats: `[2, rows]` fp32 (RMS: `[1, rows]`), written: rstd, mean.
         """
         plan, index = self.plan, self._index
+        stream = torch._C._cuda_getCurrentRawStream(index)
         programs = plan.grid(rows.rows, self._sm_count)
         x_at = rows.x.data_ptr()  # also stands in for what the plan's constexprs leave unread
         shared: tuple[int, ...] = ()
         if plan.tiling.split > 1:
-            stream = torch._C._cuda_getCurrentRawStream(index)
             slots = programs * SLOTS_PER_PROGRAM
             scratch = WORKSPACE.get(rows.x.device, index, stream, 0, slots)
             shared = (scratch.semaphore_at, scratch.slots_at)
@@ -167,7 +167,7 @@ class ForwardKernel:
             rows.rows,
             eps,
         )
-        _on_device(index, self._launch, programs, args)
+        _on_device(index, self._launch, programs, stream, args)
 
 
 class BackwardKernel:
@@ -207,11 +207,11 @@ class BackwardKernel:
         """
         plan, index = self.plan, self._index
         p = plan.problem
+        stream = torch._C._cuda_getCurrentRawStream(index)
         programs = plan.grid(rows.rows, self._sm_count)
         split = plan.tiling.split > 1
         floats = plan.partial_rows(programs) * p.hidden
         if plan.cooperative:
-            stream = torch._C._cuda_getCurrentRawStream(index)
             slots = programs * SLOTS_PER_PROGRAM if split else 0
             room = floats * p.accumulators
             scratch = WORKSPACE.get(rows.x.device, index, stream, room, slots)
@@ -237,15 +237,17 @@ class BackwardKernel:
             rows.x_row_stride // p.stride_unit,
             rows.rows,
         )
-        _on_device(index, self._launch, programs, args)
+        _on_device(index, self._launch, programs, stream, args)
         if self._finalize is not None:
             tiles = -(-p.hidden // plan.final_tile()[1])
-            _on_device(index, self._finalize, tiles, (*partials, *results, programs))
+            reduction = (*partials, *results, programs)
+            _on_device(index, self._finalize, tiles, stream, reduction)
 
 
-def _on_device(index: int, launch: Launch, programs: int, args: tuple[int | float, ...]) -> None:
-    """Launch on a device's current stream; make the device current if it is not."""
-    stream = torch._C._cuda_getCurrentRawStream(index)
+def _on_device(
+    index: int, launch: Launch, programs: int, stream: int, args: tuple[int | float, ...]
+) -> None:
+    """Launch on a stream of a device; make the device current if it is not."""
     if index == torch._C._cuda_getDevice():
         launch(programs, stream, *args)
         return

@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
 #: What rooms import when a function of theirs is called: all that needs Triton.
 AT_A_CALL: dict[str, set[str]] = {"routing": {"kernels"}}
 #: What only the type checker imports.
-FOR_TYPES: dict[str, set[str]] = {"kernels": {"operands", "plan"}, "routing": {"kernels"}}
+FOR_TYPES: dict[str, set[str]] = {"kernels": {"operands", "plan"}}
 
 #: Third parties imported by a room's import; torch alone where there is no row.
 THIRD_PARTIES: dict[str, set[str]] = {

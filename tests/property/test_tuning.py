@@ -139,7 +139,7 @@ def test_a_models_problems_are_recorded_with_their_rows_and_no_gradient_stays(mo
 
     def as_on_a_gpu(*args, **kwargs):
         y = torch.nn.functional.layer_norm(*args[:5])
-        routing.forward_kernel(PROBLEM, routing.INTERPRETER, y.numel() // 16)
+        routing.kernel_for(PROBLEM, routing.INTERPRETER, y.numel() // 16)
         return y
 
     monkeypatch.setattr(
