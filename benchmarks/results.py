@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from rich.table import Table
 
@@ -43,34 +44,53 @@ class Measurement:
     def case(self) -> Case:
         return Case(self.op, self.norm, self.dtype, self.M, self.N)
 
+    def cells(self) -> dict[str, object]:
+        """Column -> what the CSV says."""
+        pct = rounded(self.copy_pct, ".1f")
+        return {**asdict(self), "us": rounded(self.us, ".2f"), "copy_pct": pct}
+
+
+def rounded(value: float | None, spec: str) -> str:
+    """A number as a CSV has it; nothing where nothing was measured."""
+    return "" if value is None else format(value, spec)
+
 
 COLUMNS = tuple(field.name for field in fields(Measurement))
+
+
+class Record(Protocol):
+    """What `CsvWriter` writes."""
+
+    def cells(self) -> Mapping[str, object]: ...
 
 
 class CsvWriter:
     """Writes measurements as they come, so a run cut short keeps what it has measured.
 
+    Args:
+        path: of the CSV; its folder is made.
+        overwrite: replace what is there.
+        columns: of the records that `write` gets.
+
     Raises:
         FileExistsError: the file is there and `overwrite` is False.
     """
 
-    def __init__(self, path: Path, overwrite: bool = False):
+    def __init__(self, path: Path, overwrite: bool = False, columns: Sequence[str] = COLUMNS):
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists; give another --out, or --overwrite")
         self.path = path
+        self._columns = columns
 
     def __enter__(self) -> CsvWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
+        self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
         self._writer.writeheader()
         return self
 
-    def write(self, measurement: Measurement) -> None:
-        row = asdict(measurement)
-        row["us"] = "" if measurement.us is None else f"{measurement.us:.2f}"
-        row["copy_pct"] = "" if measurement.copy_pct is None else f"{measurement.copy_pct:.1f}"
-        self._writer.writerow(row)
+    def write(self, record: Record) -> None:
+        self._writer.writerow(record.cells())
         self._file.flush()
 
     def __exit__(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks import measure
+from benchmarks.cli import console, default_out, fail, progress_bar
 from benchmarks.provider import Provider, package_version
 from benchmarks.providers import DEFAULT_PROVIDERS, LOADERS, load
 from benchmarks.results import OURS, CsvWriter, Measurement, compare, summary_table
@@ -35,8 +33,6 @@ from benchmarks.shapes import (
 from benchmarks.timing import copy_bandwidth
 
 app = typer.Typer(add_completion=False)
-# Piped into a file, rich takes 80 columns, too few for the table.
-console = Console(width=None if sys.stdout.isatty() else 140)
 
 QUICK_PROVIDERS = ("torch", OURS)
 QUICK_SECONDS = 50.0
@@ -102,9 +98,9 @@ def main(
             flash_attn_file=flash_attn_file,
         )
         _require_gpu()
-        writer = CsvWriter(out or _default_out(), overwrite)
+        writer = CsvWriter(out or default_out(), overwrite)
     except (ValueError, RuntimeError, FileExistsError) as error:
-        _fail(str(error))
+        fail(str(error))
     run(plan, writer, started)
 
 
@@ -141,24 +137,14 @@ def _jobs(jobs: int | None, quick: bool) -> int:
     return 0 if quick else min(8, (os.cpu_count() or 1) // 2)
 
 
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(f"error: {message}", style="red", markup=False)
-    sys.exit(2)
-
-
-def _default_out() -> Path:
-    gpu = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().replace("nvidia", ""))
-    return Path(__file__).parent / "results" / f"{gpu.strip('-')}-{date.today()}.csv"
-
-
 def run(plan: Plan, writer: CsvWriter, started: float) -> None:
     """Load, compile, measure, write and summarise."""
     loaded = load(plan.names, plan.flash_attn_file)
     for name, reason in loaded.missing.items():
         if plan.named_by_user:
-            _fail(f"provider {name} does not load: {reason}")
+            fail(f"provider {name} does not load: {reason}")
         console.print(f"without {name}: {reason}", style="dim", markup=False)
-    with _progress() as progress:
+    with progress_bar() as progress:
         given_up = _precompile(plan, loaded.providers, started, progress)
         bandwidth = copy_bandwidth()
         console.print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (bytes read + written)")
@@ -178,11 +164,6 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> None:
         console.print(f"time limit reached: {results.left} measurements were not made")
     _write_about(writer.path, bandwidth, loaded.providers, plan, results)
     console.print(f"{len(results.measurements)} lines in {writer.path}")
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 def _precompile(

@@ -97,7 +97,7 @@ NORM_NAMES = ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "gammabeta") + (
 def _print_profile(run: Run, rows: int = 12) -> None:
     """Where the time of a step goes: the longest kernels, all norms, everything."""
     total = sum(run.profile.values())
-    norms = {name: ms for name, ms in run.profile.items() if _is_norm(name)}
+    norms = {name: ms for name, ms in run.profile.items() if is_norm(name)}
     table = Table(title=f"Time of a step, {run.name}")
     table.add_column("kernel or operator", max_width=56, no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True, min_width=9)
@@ -112,7 +112,8 @@ def _print_profile(run: Run, rows: int = 12) -> None:
     console.print(table)
 
 
-def _is_norm(name: str) -> bool:
+def is_norm(name: str) -> bool:
+    """Whether a kernel or operator is a norm's."""
     return any(part in name.lower() for part in NORM_NAMES)
 
 

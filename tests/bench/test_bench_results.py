@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import measure, plot, run
+from benchmarks import cli, measure, plot, run
 from benchmarks.inputs import make_inputs
 from benchmarks.results import COLUMNS, CsvWriter, Measurement, compare, read_csv, summary_table
 from benchmarks.timing import host_time
@@ -142,8 +142,10 @@ def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tm
 
 
 def test_default_file_is_named_by_gpu_and_date(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    assert run._default_out().name.startswith("a100-sxm4-80gb-20")
+    assert cli.default_out().name.startswith("a100-sxm4-80gb-20")
+    assert cli.default_out("end-to-end-").name.startswith("end-to-end-a100-sxm4-80gb-20")
 
 
 def test_host_time_is_the_mean_of_many_calls_and_waits_once_a_repeat():
