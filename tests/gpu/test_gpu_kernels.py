@@ -73,7 +73,9 @@ def ours(inputs: Inputs) -> tuple[Tensor | None, ...]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_grid() -> None:
+def compiled_grid(pytestconfig: pytest.Config) -> None:
+    if hasattr(pytestconfig, "workerinput"):
+        return  # a worker of pytest-xdist: they compile beside each other as it is
     problems = []
     for hidden in WIDTHS:
         for dtype in (HALF, FULL):
