@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from summary import Run, print_runs, save_runs
 from typer import Option
 
-from fastnorm.functional import AutocastOutput
+from fastnorm.autocast import AutocastOutput
 from fastnorm.lightning import FastNormCallback
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from typer import Option
 
-from fastnorm.functional import AutocastOutput
+from fastnorm.autocast import AutocastOutput
 from fastnorm.lightning import FastNormCallback
 
 

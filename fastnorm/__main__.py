@@ -1,4 +1,4 @@
-"""`python -m fastnorm explain | doctor | bench`."""
+"""`python -m fastnorm explain | doctor | build | bench`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from fastnorm import __version__, device
 from fastnorm.explainer import explain
+from fastnorm.native import library, shortcut
 from fastnorm.problem import ITEM_SIZE
 from fastnorm.semantics import SEMANTICS
 
@@ -23,6 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     _add_explain(commands)
     commands.add_parser("doctor", help="what of this machine fastnorm can use, and why not more")
     commands.add_parser(
+        "build", help="compile the library that takes Python out of eager calls (half a minute)"
+    )
+    commands.add_parser(
         "bench",
         help="time norms on this GPU beside torch's and every installed peer's (from a checkout)",
         add_help=False,
@@ -32,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         return _bench(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if known.command == "build":
+        return _build()
     return _doctor() if known.command == "doctor" else _explain(known)
 
 
@@ -78,6 +84,12 @@ def _doctor() -> int:
     print(f"fastnorm {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     missing = device.triton_missing()
     print(missing or f"Triton {device.triton_version()}")
+    built = shortcut.norm is not None
+    print(
+        "eager calls go through the built library, without Python between"
+        if built
+        else "eager calls go through Python; `python -m fastnorm build` shortens them"
+    )
     if not torch.cuda.is_available():
         print("no CUDA device: norms run on torch's operators")
         return 1
@@ -88,6 +100,17 @@ def _doctor() -> int:
         print(f"    {limits.unsupported or 'kernels run here'}")
         status = status if limits.unsupported else 0
     return status
+
+
+def _build() -> int:
+    """Build the library; status 1 with the reason where that cannot be."""
+    try:
+        print(library.build(verbose=True))
+    except library.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("processes that start from now on use it")
+    return 0
 
 
 def _bench(arguments: list[str]) -> int:

@@ -61,7 +61,7 @@ class Norm(torch.autograd.Function):
                 dy, x, weight, bias, normalized_ndim, eps, semantics, mask
             )
         else:
-            grads = _call_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
+            grads = call_backward(dy, x, weight, bias, stats, normalized_ndim, semantics, mask)
         return *grads, None
 
 
@@ -107,7 +107,7 @@ def _call_forward(
     return torch.ops.fastnorm.norm_forward.default(x, weight, bias, *settings)
 
 
-def _call_backward(
+def call_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> Grads:
     if type(dy) is Tensor and _below_dispatcher(x, weight, bias):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fastnorm import device, operands, ops, reference, routing
+from fastnorm.autocast import result_dtype
 from fastnorm.device import DeviceLimits, limits_for_target
 from fastnorm.explanation import Alternative, Explanation, Pass
-from fastnorm.functional import result_dtype
 from fastnorm.modules import LayerNorm, RMSNorm
 from fastnorm.offline import verify_offline
 from fastnorm.patching.recipe import Recipe, Refusal

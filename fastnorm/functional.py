@@ -12,14 +12,13 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from fastnorm import ops, reference, routing
+from fastnorm.autocast import AutocastOutput, result_dtype
 from fastnorm.autograd import apply
+from fastnorm.native import shortcut
 from fastnorm.semantics import Semantics
 from fastnorm.validation import validate
 
 Backend = Literal["auto", "triton", "torch"]
-#: What comes out under autocast: what torch's function gives, the input's dtype, or the dtype that
-#: autocast casts the next linear layer's input to.
-AutocastOutput = Literal["torch", "input", "autocast"]
 
 
 class _Context(threading.local):
@@ -61,19 +60,6 @@ def backend(choice: Backend) -> Iterator[None]:
 def checked_backend(choice: Backend) -> Backend:
     if choice not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)}, got {choice!r}")
-    return choice
-
-
-def checked_autocast_output(choice: AutocastOutput) -> AutocastOutput:
-    """The choice itself.
-
-    Raises:
-        ValueError: it is none of the three.
-    """
-    if choice not in ("torch", "input", "autocast"):
-        raise ValueError(
-            f"autocast_output must be one of {get_args(AutocastOutput)}, got {choice!r}"
-        )
     return choice
 
 
@@ -187,9 +173,14 @@ def norm(
         if isinstance(normalized_shape, int)
         else tuple(normalized_shape)
     )
+    choice = _context.backend if backend is None else checked_backend(backend)
+    short = None if torch.compiler.is_compiling() else shortcut.norm
+    if short is not None and choice == "auto" and input.is_cuda:
+        y = short(input, shape, weight, bias, eps, semantics, autocast_output)
+        if y is not None:
+            return y
     kind = validate(input, shape, weight, bias, semantics)
     out_dtype = result_dtype(input, weight, kind, autocast_output)
-    choice = _context.backend if backend is None else checked_backend(backend)
     if choice == "torch" or not (input.is_cuda or choice == "triton"):
         return _torch(input, shape, weight, bias, eps, kind, out_dtype)
     if reason := _needs_reference(input):
@@ -199,6 +190,10 @@ def norm(
     if choice == "triton" and not torch.compiler.is_compiling():
         # Plans are made outside compiled graphs, where Dynamo cannot look.
         _require_kernels(input, weight, bias, len(shape), kind, out_dtype)
+        if short is not None:
+            y = short(input, shape, weight, bias, eps, semantics, autocast_output)
+            if y is not None:
+                return y
     return apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
 
 
@@ -219,49 +214,6 @@ def _needs_reference(input: Tensor) -> str:
     if input.is_nested:
         return "nested tensors run on torch's operators"
     return ""
-
-
-def result_dtype(
-    input: Tensor,
-    weight: Tensor | None,
-    kind: Semantics,
-    autocast_output: AutocastOutput = "torch",
-) -> torch.dtype:
-    """The dtype of a norm of these tensors, here and now.
-
-    Raises:
-        ValueError: `autocast_output` is none of the three.
-    """
-    checked_autocast_output(autocast_output)
-    place = input.device.type
-    on = place in _AUTOCAST_DEVICES and torch.is_autocast_enabled(place)
-    if on and input.dtype != torch.float64:
-        if autocast_output == "autocast":
-            return torch.get_autocast_dtype(place)
-        if autocast_output == "torch" and place == "cuda" and kind.name in AUTOCAST_TO_FP32:
-            return torch.float32
-    return reference.result_dtype(input.dtype, None if weight is None else weight.dtype, kind)
-
-
-#: Where autocast exists: elsewhere (meta) asking whether it is on raises, and the Dynamo of torch
-#: 2.11 cannot trace the question whether one may ask.
-_AUTOCAST_DEVICES = frozenset(
-    place
-    for place in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla")
-    if torch.amp.is_autocast_available(place)
-)
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-#: Kinds whose torch function CUDA autocast runs in fp32: layer_norm always, rms_norm from torch
-#: 2.12 on.
-AUTOCAST_TO_FP32 = frozenset(
-    {"layer", "layer_offset"} | ({"rms"} if _torch_version() >= (2, 12) else set())
-)
 
 
 def _torch(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from fastnorm.functional import AutocastOutput
+from fastnorm.autocast import AutocastOutput
 from fastnorm.patching import Report, patch
 from fastnorm.patching.selection import Selectors
 from fastnorm.routing import Stats, stats

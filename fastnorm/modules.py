@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fastnorm import sharding
+from fastnorm.autocast import AutocastOutput, checked_autocast_output
 from fastnorm.functional import (
-    AutocastOutput,
     Backend,
-    checked_autocast_output,
     checked_backend,
     layer_norm,
     rms_norm,

@@ -29,7 +29,7 @@ LIBRARY.define(
 )
 
 
-def _device_index(x: Tensor) -> int:
+def device_index(x: Tensor) -> int:
     return x.device.index if x.is_cuda else routing.INTERPRETER
 
 
@@ -79,7 +79,7 @@ def forward(
     hidden = hidden_size(x, normalized_ndim)
     if x.numel() and not why_torch(x, weight, hidden):
         rows = forward_rows(x, weight, bias, hidden, semantics, out_dtype)
-        kernel = routing.kernel_for(rows.problem, _device_index(x), rows.rows)
+        kernel = routing.kernel_for(rows.problem, device_index(x), rows.rows)
         if kernel is not None:
             shape = stats_shape(x, normalized_ndim, SEMANTICS[semantics].centered)
             y = _unwritten(x) if out_dtype == x.dtype else _unwritten(x, out_dtype)
@@ -117,7 +117,7 @@ def backward(
     mask = (want_dx, want_dw and weight is not None, want_db and bias is not None)
     if x.numel() and not why_torch(x, weight, hidden):
         rows = backward_rows(dy, x, weight, bias, hidden, semantics, mask)
-        kernel = routing.kernel_for(rows.problem, _device_index(x), rows.rows)
+        kernel = routing.kernel_for(rows.problem, device_index(x), rows.rows)
         if kernel is not None:
             dx = _unwritten(x) if mask[0] else None
             dw = None if weight is None or not mask[1] else _unwritten(weight)
@@ -164,7 +164,7 @@ def why_no_kernel(
             asked.append(backward_rows(dy, x, weight, bias, hidden, semantics, mask).problem)
     reasons = []
     for problem in asked:
-        decision = routing.verified(problem, _device_index(x)).decision
+        decision = routing.verified(problem, device_index(x)).decision
         if decision.plan is None:
             reasons += [f"{problem.direction}: {r}" for r in decision.reasons]
             reasons += [f"{problem.direction}: {r}" for r in decision.rejections]

@@ -15,6 +15,8 @@ from fastnorm.problem import ITEM_SIZE, NormProblem
 
 #: Widest row that kernels take. Wider rows go to torch.
 WIDEST = 131072
+#: Programs of a grid without a bound, which CUDA's is beyond.
+UNLIMITED = 2**62
 #: What stands for torch's own kernel where candidates are named.
 TORCH = "torch"
 #: How far the register model may exceed the cap before a plan is refused unseen: ptxas finds 10%
@@ -48,11 +50,14 @@ class Plan:
     def grid(self, rows: int, sm_count: int) -> int:
         """Programs to launch for so many rows: no more than there is work and, where the plan keeps
         to a number per multiprocessor, no more than are resident at once."""
-        split = self.tiling.split
         blocks = -(-rows // self.tiling.block_m)
+        return min(blocks, self.most_blocks(sm_count)) * self.tiling.split
+
+    def most_blocks(self, sm_count: int) -> int:
+        """Most rows or tiles of rows that are worked on at once, however many there are."""
         if self.programs_per_sm == 0:
-            return blocks
-        return min(blocks, sm_count * self.programs_per_sm // split) * split
+            return UNLIMITED
+        return sm_count * self.programs_per_sm // self.tiling.split
 
     def partial_rows(self, programs: int) -> int:
         """Rows of partials that so many programs leave: one per program, or per split row."""

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastnorm import device
 from fastnorm.budget import resident_programs
@@ -64,6 +64,24 @@ _recorded: dict[NormProblem, int] | None = None
 _lock = threading.Lock()
 
 
+class Shortcut(Protocol):
+    """What runs verified kernels past this module, once it has been told of them."""
+
+    def forget(self) -> None: ...
+    def pause(self, on: bool) -> None: ...
+    def counts(self) -> list[tuple[str, str, int]]: ...
+    def reset_counts(self) -> None: ...
+
+
+_shortcut: Shortcut | None = None
+
+
+def follow(shortcut: Shortcut | None) -> None:
+    """Keep a shortcut in step: told when decisions change, asked for its counts. None: no more."""
+    global _shortcut
+    _shortcut = shortcut
+
+
 def count(direction: str, route: str) -> None:
     """Record that a route ran."""
     _counts[direction][route] += 1
@@ -71,13 +89,18 @@ def count(direction: str, route: str) -> None:
 
 def stats() -> Stats:
     """Calls by pass and route since import or `reset_stats`."""
-    return Stats(dict(_counts["forward"]), dict(_counts["backward"]))
+    total = {direction: Counter(counter) for direction, counter in _counts.items()}
+    for direction, route, calls in _shortcut.counts() if _shortcut else ():
+        total[direction][route] += calls
+    return Stats(dict(total["forward"]), dict(total["backward"]))
 
 
 def reset_stats() -> None:
     """Set all counters to zero."""
     for counter in _counts.values():
         counter.clear()
+    if _shortcut:
+        _shortcut.reset_counts()
 
 
 def limits(index: int) -> DeviceLimits:
@@ -102,10 +125,14 @@ def recording() -> Iterator[dict[NormProblem, int]]:
     """Problems that kernels are asked for inside a `with` block, with their most rows at once."""
     global _recorded
     previous, _recorded = _recorded, {}
+    if _shortcut:
+        _shortcut.pause(True)
     try:
         yield _recorded
     finally:
         _recorded = previous
+        if _shortcut:
+            _shortcut.pause(_recorded is not None)
 
 
 def verified(problem: NormProblem, index: int) -> Verified:
@@ -131,7 +158,14 @@ def prefer(problem: NormProblem, index: int, choice: str) -> None:
     """Let a measured choice go first: a candidate as `Plan.describe` words it, or "torch"."""
     with _lock:
         _preferred[problem, index] = choice
-        _verified.pop((problem, index), None)
+        _forget(problem, index)
+
+
+def _forget(problem: NormProblem, index: int) -> None:
+    """Let the next call of a kind be decided anew."""
+    _verified.pop((problem, index), None)
+    if _shortcut:
+        _shortcut.forget()
 
 
 def _capturing() -> bool:

@@ -2,7 +2,7 @@
 
 `pytest` runs everything that needs neither a GPU nor the interpreter. `pytest --route interpreter`
 and `pytest --route cuda` run the tests that go through the `route` fixture once more, on kernels in
-Triton's interpreter and on a GPU.
+Triton's interpreter and on a GPU; with `--native` calls take the compiled shortcut on their way.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="hypothesis profile; give --hypothesis-seed with large",
     )
     group.addoption(
+        "--native", action="store_true", help="build the library of fastnorm.native, and use it"
+    )
+    group.addoption(
         "--full", action="store_true", help="the whole grid where CI runs a part, e.g. of budgets"
     )
 
@@ -51,8 +54,23 @@ def pytest_configure(config: pytest.Config) -> None:
         # numpy warns of inf - inf and overflow, which kernels on a GPU do in silence.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
         _correct_the_interpreter()
+    _choose_shortcut(config.getoption("--native"))
     if importlib.util.find_spec("hypothesis"):
         _load_profile(config.getoption("--examples"))
+
+
+def _choose_shortcut(wanted: bool) -> None:
+    """Whether calls take the shortcut is the command's to say, not what somebody built earlier."""
+    from fastnorm.native import library, shortcut
+
+    if wanted:
+        try:
+            library.build()
+        except library.BuildError as error:
+            raise pytest.UsageError(f"--native: {error}") from error
+        assert shortcut.connect()
+    else:
+        shortcut.disconnect()
 
 
 def _correct_the_interpreter() -> None:
@@ -200,4 +218,4 @@ def forget_interpreted() -> None:
 
     for problem, index in list(routing._verified):
         if index == routing.INTERPRETER:
-            del routing._verified[problem, index]
+            routing._forget(problem, index)

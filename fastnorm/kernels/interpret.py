@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,18 @@ if TYPE_CHECKING:
     from fastnorm.operands import Rows
     from fastnorm.plan import Plan
 
+_NOTHING = {"function": 0, "threads": 0, "shared_bytes": 0, "cooperative": False}
+
 
 class InterpretedForward:
     """Stands where `launch.ForwardKernel` stands on a GPU."""
 
     def __init__(self, plan: Plan, sm_count: int) -> None:
         self.plan, self.route, self._sm_count = plan, plan.route, sm_count
+
+    def facts(self) -> dict[str, Any]:
+        """As `launch.Launch.facts`: nothing that a driver could launch."""
+        return _NOTHING
 
     def __call__(self, rows: Rows, eps: float, y: Tensor, stats: Tensor) -> None:
         """As `launch.ForwardKernel`."""
@@ -44,6 +50,10 @@ class InterpretedBackward:
 
     def __init__(self, plan: Plan, sm_count: int) -> None:
         self.plan, self.route, self._sm_count = plan, plan.route, sm_count
+
+    def facts(self) -> dict[str, Any]:
+        """As `launch.Launch.facts`: nothing that a driver could launch."""
+        return _NOTHING
 
     def __call__(
         self,

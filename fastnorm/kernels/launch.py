@@ -121,6 +121,20 @@ class Launch:
             self._compiled[(programs, 1, 1)](*args, *self._tail)
 
 
+    def facts(self) -> dict[str, Any]:
+        """What a launch by the CUDA driver needs: the function's handle (0 where the kernel wants
+        more than its arguments), threads, bytes of shared memory, whether all programs must be
+        resident."""
+        metadata = self._compiled.metadata
+        more = metadata.global_scratch_size or metadata.profile_scratch_size
+        return {
+            "function": 0 if more else self._function,
+            "threads": 32 * metadata.num_warps,
+            "shared_bytes": metadata.shared,
+            "cooperative": metadata.launch_cooperative_grid,
+        }
+
+
 class ForwardKernel:
     """A verified forward plan, ready to launch on one device.
 
@@ -137,6 +151,10 @@ class ForwardKernel:
         self.plan, self.route = plan, plan.route
         self._sm_count, self._index, self._launch = sm_count, index, launch
         self._unit = plan.problem.stride_unit
+
+    def facts(self) -> dict[str, Any]:
+        """As `Launch.facts`."""
+        return self._launch.facts()
 
     def __call__(self, rows: Rows, eps: float, y: Tensor, stats: Tensor) -> None:
         """Launch on the device's current stream.
@@ -189,6 +207,11 @@ class BackwardKernel:
         self.plan, self.route = plan, plan.route
         self._sm_count, self._index = sm_count, index
         self._launch, self._finalize = launch, finalize
+
+    def facts(self) -> dict[str, Any]:
+        """As `Launch.facts`; no function where a second kernel must follow."""
+        facts = self._launch.facts()
+        return facts if self._finalize is None else {**facts, "function": 0}
 
     def __call__(
         self,

@@ -16,7 +16,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from fastnorm import functional, reference
+from fastnorm import reference
+from fastnorm.autocast import AUTOCAST_TO_FP32
 from fastnorm.patching.observation import (
     Observation,
     Seen,
@@ -183,7 +184,7 @@ def _fits_autocast(recipe: Recipe, stand_in: StandIn, x: Tensor) -> bool:
         try:
             with as_cuda_autocast():
                 actual = stand_in.module.forward(probe.clone())
-            in_fp32 = recipe.semantics in functional.AUTOCAST_TO_FP32
+            in_fp32 = recipe.semantics in AUTOCAST_TO_FP32
             predicted = _predict(recipe, stand_in.module, probe.float() if in_fp32 else probe)
         except PROBE_ERRORS:
             return False

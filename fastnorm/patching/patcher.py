@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from fastnorm import sharding
-from fastnorm.functional import AutocastOutput, checked_autocast_output
+from fastnorm.autocast import AutocastOutput, checked_autocast_output
 from fastnorm.patching.recipe import Recipe, Refusal
 from fastnorm.patching.recognition import recognise
 from fastnorm.patching.report import Patched, Report, Skipped

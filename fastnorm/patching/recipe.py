@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastnorm import functional
+from fastnorm.autocast import AutocastOutput
 from fastnorm.semantics import SEMANTICS
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,7 +48,7 @@ class Recipe:
     exact: bool = False
     under_autocast: str = "same"
     channels_first: bool = False
-    autocast_output: functional.AutocastOutput = "torch"
+    autocast_output: AutocastOutput = "torch"
 
     def run(self, module: nn.Module, input: Tensor, norm: Callable[..., Tensor]) -> Tensor:
         """`norm(x, shape, weight, bias, eps)` of the input by the module's attributes now."""

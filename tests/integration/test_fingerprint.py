@@ -37,7 +37,7 @@ from norm_zoo import (
 from torch import nn
 
 import fastnorm
-from fastnorm import functional, reference
+from fastnorm import autocast, reference
 from fastnorm.patching import recognition
 from fastnorm.patching.probes import as_cuda_autocast, quiet
 from fastnorm.patching.recipe import Recipe, Refusal
@@ -213,7 +213,7 @@ def test_kind_under_cuda_autocast_is_the_class_s_own(cls: type[nn.Module]) -> No
     if kind != "original":
         weight = None if recipe.weight is None else torch.float32
         expected = reference.result_dtype(torch.bfloat16, weight, SEMANTICS[kind])
-        assert own == (torch.float32 if kind in functional.AUTOCAST_TO_FP32 else expected)
+        assert own == (torch.float32 if kind in autocast.AUTOCAST_TO_FP32 else expected)
 
 
 def test_layer_that_casts_back_is_fp32_inside_under_autocast() -> None:

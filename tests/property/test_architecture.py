@@ -36,26 +36,34 @@ ROOMS: dict[str, set[str]] = {
     "operands": {"problem"},
     "reference": {"semantics"},
     "ops": {"operands", "reference", "routing", "semantics"},
+    "autocast": {"reference", "semantics"},
     "sharding": set(),
     "autograd": {"operands", "ops", "reference", "semantics", "sharding"},
     "validation": {"semantics"},
-    "functional": {"autograd", "ops", "reference", "routing", "semantics", "validation"},
-    "modules": {"functional", "sharding"},
-    "patching": {"functional", "modules", "reference", "semantics", "sharding"},
-    "lightning": {"functional", "patching", "routing"},
+    "native": {
+        *("autocast", "autograd", "operands", "ops", "problem", "routing", "semantics"),
+        "validation",
+    },
+    "functional": {
+        *("autocast", "autograd", "native", "ops", "reference", "routing", "semantics"),
+        "validation",
+    },
+    "modules": {"autocast", "functional", "sharding"},
+    "patching": {"autocast", "functional", "modules", "reference", "semantics", "sharding"},
+    "lightning": {"autocast", "patching", "routing"},
     "tuning": {"operands", "ops", "plan", "problem", "routing"},
     "explanation": {"routing"},
     "explainer": {
-        *("device", "explanation", "functional", "modules", "offline", "operands", "ops"),
+        *("autocast", "device", "explanation", "modules", "offline", "operands", "ops"),
         *("patching", "plan", "problem", "reference", "routing", "semantics"),
     },
     "__init__": {
         *("explainer", "explanation", "functional", "modules", "patching", "routing", "tuning")
     },
-    "__main__": {"__init__", "device", "explainer", "problem", "semantics"},
+    "__main__": {"__init__", "device", "explainer", "native", "problem", "semantics"},
 }
 #: What rooms import when a function of theirs is called: all that needs Triton.
-AT_A_CALL: dict[str, set[str]] = {"routing": {"kernels"}}
+AT_A_CALL: dict[str, set[str]] = {"routing": {"kernels"}, "native": {"kernels"}}
 #: What only the type checker imports.
 FOR_TYPES: dict[str, set[str]] = {"kernels": {"operands", "plan"}}
 
