@@ -13,10 +13,25 @@ Row = dict[str, str]
 Shape = tuple[str, int, int]
 
 
-def main(results: Annotated[Path, typer.Argument(help="CSV of benchmarks.run")]) -> None:
-    """Print time, percent of copy bandwidth and ratios to torch and to the best peer."""
-    with results.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+CSV_HELP = "Of benchmarks.run, or of benchmarks.end_to_end; several of the latter make one table."
+
+
+def main(results: Annotated[list[Path], typer.Argument(help=CSV_HELP, exists=True)]) -> None:
+    """Print time, percent of copy bandwidth and ratios to torch and to the best peer; or, of whole
+    training steps, times and how much of what norms cost is won back."""
+    rows: list[Row] = []
+    for path in results:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows += csv.DictReader(file)
+    if all("recovered_pct" in row for row in rows):
+        print_steps(rows)
+    elif len(results) > 1:
+        raise typer.BadParameter("ratios of kernels hold within one CSV, so give one of them")
+    else:
+        print_kernels(rows)
+
+
+def print_kernels(rows: list[Row]) -> None:
     for op, title in (("bwd", "backward"), ("fwd", "forward")):
         print(f"\n| {title} | RMS us | % of copy | / torch | / best peer ", end="")
         print("| LN us | % of copy | / torch | / best peer |")
@@ -52,6 +67,48 @@ def _cells(case: dict[str, Row]) -> list[str]:
         f"{float(case['fastnorm']['copy_pct']):.0f}",
         f"{ours / timed['torch']:.2f}",
         f"{ours / timed[best]:.2f} ({best})",
+    ]
+
+
+STEP_HEADINGS = (
+    *("model", "norm", "precision", "mode"),
+    *("torch ms", "fastnorm", "autocast", "no norms"),
+    *("recovered %", "autocast"),
+    *("norms % of time, torch", "fastnorm", "autocast"),
+    *("peak GiB, torch", "fastnorm", "autocast"),
+)
+
+
+def print_steps(rows: list[Row]) -> None:
+    print(f"\n| {' | '.join(STEP_HEADINGS)} |")
+    print("|---" * len(STEP_HEADINGS) + "|")
+    for line in step_lines(rows):
+        print(line)
+
+
+def step_lines(rows: list[Row]) -> list[str]:
+    """One line a row of benchmarks.end_to_end; "autocast" is `autocast_output="autocast"`."""
+    cases: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        case = (row["model"], row["norm"], row["precision"], row["mode"])
+        if row["variant"] in cases[case]:
+            raise typer.BadParameter(f"{' '.join(case)} is there twice")
+        cases[case][row["variant"]] = row
+    return [f"| {' | '.join((*case, *_step_cells(cases[case])))} |" for case in cases]
+
+
+def _step_cells(case: dict[str, Row]) -> list[str]:
+    ours = ("fastnorm", "fastnorm-autocast")
+
+    def cell(variant: str, column: str, spec: str) -> str:
+        value = case[variant][column] if variant in case else ""
+        return format(float(value), spec) if value else "-"
+
+    return [
+        *(cell(v, "step_ms", ".1f") for v in ("torch", *ours, "identity")),
+        *(cell(v, "recovered_pct", ".0f") for v in ours),
+        *(cell(v, "norm_share_pct", ".1f") for v in ("torch", *ours)),
+        *(cell(v, "memory_gib", ".2f") for v in ("torch", *ours)),
     ]
 
 

@@ -54,7 +54,8 @@ def milliseconds(profiler: profile, gpu: bool) -> dict[str, float]:
     """Milliseconds of a step by name, longest first; the profiler saw `STEPS` steps."""
     times = {}
     for event in profiler.key_averages():
-        if gpu and event.device_type == DeviceType.CUDA:
+        # Annotations span kernels: the optimizer's step would count twice.
+        if gpu and event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             times[event.key] = event.self_device_time_total / 1000 / STEPS
         elif not gpu:
             times[event.key] = event.self_cpu_time_total / 1000 / STEPS

@@ -1,0 +1,306 @@
+"""Whole training steps: what is compared is alike but for its norms, and what is reported is so."""
+
+import csv
+import itertools
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from typer.testing import CliRunner
+
+import fastnorm
+from benchmarks import end_to_end, measure_steps
+from benchmarks.measure_steps import check_finite, check_losses, check_routes, measure_row
+from benchmarks.results import CsvWriter
+from benchmarks.step_models import MODELS, example, workload
+from benchmarks.step_results import COLUMNS, measurements, recovered, step_table
+from benchmarks.steps import Effort, Outcome, Refused, Row, Training, with_norms
+
+NORMS = 9  # of both tiny models: two in each of four blocks, and the last one
+MIXED = Row("tiny", "layer", "bf16-mixed", "eager")
+LIGHT = ("--batch", "1", "--rounds", "3", "--steps", "1")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small operators wait longer for a second thread than it saves them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def invoke(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(end_to_end.app, arguments)
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_columns_are_the_published_ones():
+    assert ",".join(COLUMNS) == (
+        "gpu,torch,triton,model,norm,precision,mode,variant,"
+        "step_ms,tokens_per_s,memory_gib,norm_share_pct,recovered_pct"
+    )
+
+
+def test_every_variant_of_every_row_is_timed_and_reported(no_gpu, tmp_path):
+    out = tmp_path / "deep" / "steps.csv"
+    arguments = ("--models", "tiny,vit-tiny", "--modes", "eager", "--out", str(out))
+    result = invoke(*arguments, *LIGHT)
+    assert result.exit_code == 0, result.output
+    lines = read(out)
+    ours = {"bf16-mixed": ["fastnorm", "fastnorm-autocast"], "bf16-true": ["fastnorm"]}
+    cases = itertools.product(("tiny", "vit-tiny"), ours, ("layer", "rms"))
+    assert [(r["model"], r["precision"], r["norm"], r["variant"]) for r in lines] == [
+        (*case, variant) for case in cases for variant in ("torch", *ours[case[1]], "identity")
+    ]
+    about = json.loads(out.with_suffix(".json").read_text())
+    assert about["left_at_time_limit"] == 0 and about["not_timed"] == {}
+    for line in lines:
+        name = " ".join(line[key] for key in ("model", "norm", "precision", "mode"))
+        variants = about["rows"][name]["variants"]
+        check_line(line, variants[line["variant"]], about["tokens_of_a_step"][line["model"]])
+        if line["variant"] == "fastnorm":  # on a CPU it runs torch's operators
+            for loss in ("first_loss", "last_loss"):
+                assert variants["fastnorm"][loss] == variants["torch"][loss]
+
+
+def check_line(line, detail, tokens):
+    """One line of the CSV against what the JSON says of the same variant."""
+    assert len(detail["step_ms_by_round"]) == 3
+    milliseconds = float(line["step_ms"])
+    assert milliseconds == statistics.median(detail["step_ms_by_round"]) > 0
+    assert float(line["tokens_per_s"]) == pytest.approx(1e3 * tokens / milliseconds, rel=1e-2)
+    assert (line["gpu"], line["memory_gib"], line["norm_share_pct"]) == ("cpu", "", "")
+    assert math.isfinite(detail["last_loss"])
+    calls = {"torch": NORMS} if line["variant"].startswith("fastnorm") else {}
+    assert detail["calls_of_a_step"] == {"forward": calls, "backward": calls}
+
+
+def test_the_share_of_norms_is_nothing_without_them():
+    outcomes = measure_row(MIXED, workload("tiny", 1), "cpu", Effort(1, 1, profile=True))
+    assert 0 < outcomes["torch"].norm_share < 0.5
+    assert 0 < outcomes["fastnorm"].norm_share < 0.5
+    assert outcomes["identity"].norm_share == 0
+
+
+def test_tokens_are_those_of_the_examples():
+    tokens = {"d768": 32 * 1024, "d1024": 16 * 1024, "vit-base": 128 * 14**2}
+    assert {name: workload(name).tokens for name in tokens} == tokens
+    assert workload("d768", 2).tokens == 2 * 1024
+    assert example("train_gpt").SIZES["d768"].layers == 12
+    assert example("train_gpt").SIZES["d1024"].layers == 24
+
+
+@pytest.mark.parametrize("model", ["tiny", "vit-tiny"])
+def test_variants_share_the_weights_and_nothing_else(model):
+    start = workload(model, 1).build("layer")
+    for variant in MIXED.variants:
+        copied = with_norms(variant, start)
+        state = copied.state_dict()
+        kept = {n: t for n, t in start.state_dict().items() if variant != "identity" or n in state}
+        assert state.keys() == kept.keys()
+        assert all(torch.equal(state[n], t) and state[n] is not t for n, t in kept.items())
+        storages = {p.data_ptr() for p in start.parameters()}
+        assert not storages & {p.data_ptr() for p in copied.parameters()}
+        norms = [m for m in copied.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+        assert len(norms) == (0 if variant == "identity" else NORMS)
+        patched = [m for m in norms if type(m) is not nn.LayerNorm]
+        assert len(patched) == (NORMS if variant.startswith("fastnorm") else 0)
+    if model == "tiny":
+        assert copied.head.weight is copied.token_embedding.weight
+
+
+def test_a_step_trains():
+    batch = workload("tiny", 2).batch()
+    training = Training(workload("tiny", 2).build("rms"), batch, mixed=True)
+    losses = [training.step() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    assert all(p.grad is None for p in training.model.parameters())
+
+
+def test_rounds_go_through_the_variants_in_turn():
+    order = []
+
+    class Recorded:
+        device = torch.device("cpu")
+
+        def __init__(self, name):
+            self.name = name
+
+        def step(self):
+            order.append(self.name)
+            return torch.tensor(float(len(order)))
+
+    outcomes = {"torch": Outcome(0), "identity": Outcome(0)}
+    trainings = {name: Recorded(name) for name in outcomes}
+    losses = measure_steps.time_rounds(trainings, outcomes, Effort(rounds=3, steps=2))
+    assert order == 3 * (2 * ["torch"] + 2 * ["identity"])
+    assert (losses["torch"], losses["identity"]) == (10, 12)
+    assert [len(outcome.round_ms) for outcome in outcomes.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_each_variant_is_compiled_once(precision):
+    row = Row("tiny", "rms", precision, "compiled")
+    counter = CompileCounter()
+    outcomes = measure_row(row, workload("tiny", 1), "cpu", Effort(2, 2, True, counter))
+    assert counter.frame_count == len(row.variants)
+    assert outcomes["fastnorm"].first_loss == outcomes["torch"].first_loss
+    assert outcomes["identity"].first_loss != outcomes["torch"].first_loss
+    assert outcomes["torch"].norm_share is None
+
+
+def test_recovered_is_the_part_of_what_there_is_to_win():
+    assert recovered(78.0, 78.0, 71.0) == 0
+    assert recovered(78.0, 71.0, 71.0) == 100
+    assert recovered(80.0, 75.0, 70.0) == 50
+    assert recovered(80.0, 82.0, 70.0) == -20
+    assert recovered(70.0, 69.0, 70.0) is None
+
+
+def test_a_line_has_the_median_and_the_peak():
+    outcomes = {
+        "torch": Outcome(9, memory_bytes=3 * 2**30, round_ms=[10.0, 90.0, 8.0], norm_share=0.25),
+        "fastnorm": Outcome(9, memory_bytes=2**30, round_ms=[7.0]),
+        "identity": Outcome(9, round_ms=[6.0]),
+    }
+    versions = ("NVIDIA H200", "2.11.0", "3.6.0")
+    base, ours, bound = measurements(versions, MIXED, 1000, outcomes)
+    assert (base.step_ms, base.tokens_per_s, base.memory_gib) == (10.0, 100_000.0, 3.0)
+    assert (base.norm_share_pct, base.recovered_pct) == (25.0, 0.0)
+    assert (ours.recovered_pct, bound.recovered_pct, ours.norm_share_pct) == (75.0, 100.0, None)
+    assert ours.cells()["step_ms"] == "7.000" and ours.cells()["norm_share_pct"] == ""
+    console = Console(width=160, record=True)
+    console.print(step_table([base, ours, bound, base, ours], "run"))
+    text = console.export_text()
+    cells = [cell.strip() for cell in text.splitlines()[5].split("│")[1:-1]]
+    assert cells == [*4 * [""], "fastnorm", "7.00", "0.700", "142,857", "1.00", "-", "75"]
+    assert text.count("bf16-mixed") == 2
+
+
+def test_norms_that_compute_something_else_are_not_timed(no_gpu, monkeypatch, tmp_path):
+    true_patch = fastnorm.patch
+
+    def wrong(model, **options):
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.constant_(module.weight, 3.0)
+        return true_patch(model, **options)
+
+    monkeypatch.setattr(fastnorm, "patch", wrong)
+    out = tmp_path / "steps.csv"
+    only = ("--models", "tiny", "--modes", "eager", "--precisions", "bf16-true", "--out", str(out))
+    result = invoke(*only, *LIGHT)
+    assert result.exit_code == 1
+    assert {line["norm"] for line in read(out)} == {"rms"}
+    reasons = json.loads(out.with_suffix(".json").read_text())["not_timed"]
+    assert "where torch's norms give" in reasons["tiny layer bf16-true eager"]
+
+
+def test_a_norm_that_stays_unpatched_is_refused(monkeypatch):
+    true_patch = fastnorm.patch
+    fewer = lambda model, **options: true_patch(model, exclude="blocks.0.*", **options)  # noqa: E731
+    monkeypatch.setattr(fastnorm, "patch", fewer)
+    with pytest.raises(Refused, match="not every norm was patched"):
+        with_norms("fastnorm", workload("tiny", 1).build("layer"))
+
+
+@pytest.mark.parametrize("loss", [5.4, math.nan, math.inf])
+def test_a_patched_model_starts_from_torchs_loss(loss):
+    outcomes = {"torch": Outcome(9, first_loss=5.70), "fastnorm": Outcome(9, first_loss=5.71)}
+    check_losses(outcomes)
+    outcomes["fastnorm-autocast"] = Outcome(9, first_loss=loss)
+    with pytest.raises(Refused, match="fastnorm-autocast: "):
+        check_losses(outcomes)
+
+
+def test_a_loss_that_does_not_stay_finite_is_refused():
+    check_finite({"identity": Outcome(9, last_loss=5.7)})
+    with pytest.raises(Refused, match="identity: last_loss is nan"):
+        check_finite({"identity": Outcome(9, last_loss=math.nan)})
+
+
+def test_on_a_gpu_every_norm_must_have_run_on_a_kernel():
+    good = {"triton:persistent_tile": 9}
+    check_routes("fastnorm", Outcome(9, routes={"forward": good, "backward": good}))
+    for calls in ({}, {"torch": 9}, {"triton:persistent_tile": 8}, {**good, "torch": 1}):
+        outcome = Outcome(9, routes={"forward": good, "backward": calls})
+        with pytest.raises(Refused, match="backward of 9 norms"):
+            check_routes("fastnorm", outcome)
+
+
+def test_rows_without_autocast_have_no_variant_that_needs_it():
+    assert "fastnorm-autocast" in MIXED.variants
+    assert "fastnorm-autocast" not in Row("tiny", "rms", "bf16-true", "eager").variants
+
+
+def test_eager_rows_come_before_compiled_ones():
+    rows = end_to_end.build_rows(("d768", "tiny"), ("rms",), ("bf16-true",), ("compiled", "eager"))
+    assert [(row.mode, row.model) for row in rows] == [
+        ("eager", "d768"),
+        ("eager", "tiny"),
+        ("compiled", "d768"),
+        ("compiled", "tiny"),
+    ]
+
+
+def test_the_time_limit_ends_the_run_after_the_row_it_falls_in(monkeypatch, tmp_path):
+    clock = [0.0]
+
+    def measured(row, *arguments, **options):
+        clock[0] += 60.0
+        return {variant: Outcome(9, round_ms=[1.0]) for variant in row.variants}
+
+    monkeypatch.setattr(end_to_end, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(end_to_end, "measure_row", measured)
+    rows = end_to_end.build_rows(("tiny",), ("layer", "rms"), ("bf16-true",), ("eager", "compiled"))
+    plan = end_to_end.Plan(rows, {"tiny": workload("tiny", 1)}, "cpu", Effort(), seconds=100.0)
+    path = tmp_path / "steps.csv"
+    end_to_end.run(plan, CsvWriter(path, columns=COLUMNS), started=0.0)
+    assert [line["norm"] for line in read(path)] == 3 * ["layer"] + 3 * ["rms"]
+    about = json.loads(path.with_suffix(".json").read_text())
+    assert about["left_at_time_limit"] == 2 and len(about["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "gpt5"], f"choose among {', '.join(MODELS)}"),
+        (["--models", "tiny", "--norms", "batch"], "unknown norm 'batch'"),
+        (["--models", "tiny", "--precisions", "fp8"], "choose among bf16-mixed, bf16-true"),
+        (["--models", "tiny", "--modes", "fast"], "choose among eager, compiled"),
+        (["--models", "tiny", "--compiler", "gcc"], "unknown compiler 'gcc'"),
+        (["--models", "tiny", "--rounds", "0"], "--rounds"),
+        (["--models", "tiny", "--out", __file__], "--overwrite"),
+        (["--models", "tiny,d768"], "sees no CUDA device, and d768 would"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(no_gpu, arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_package_that_the_models_need_is_named(no_gpu, monkeypatch):
+    def missing(*arguments):
+        raise ModuleNotFoundError("No module named 'sklearn'")
+
+    monkeypatch.setattr(end_to_end, "workload", missing)
+    result = invoke("--models", "vit-tiny")
+    assert result.exit_code == 2
+    assert "sklearn" in result.stderr and ".[bench,examples]" in result.stderr
