@@ -233,7 +233,7 @@ def test_many_steps_of_mixed_precision_follow_torchs() -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            curve.append(float(loss))
+            curve.append(loss.item())
         losses.append(curve)
     assert losses[0][-1] < losses[0][0]
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=2e-2, atol=2e-2)

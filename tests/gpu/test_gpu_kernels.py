@@ -178,9 +178,11 @@ def test_strided_rows_give_what_dense_rows_give(hidden, dtype):
     x, dy = wide[:, 16 : 16 + hidden], wide[:, 16 + hidden :]
     x.copy_(inputs.x)
     dy.copy_(inputs.dy)
-    strided = dataclasses.replace(inputs, x=x, dy=dy)
-    pairs = zip(ours(inputs), ours(strided), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    dense, apart = ours(inputs), ours(dataclasses.replace(inputs, x=x, dy=dy))
+    check(apart, inputs)
+    if hidden % 16 == 0:
+        # Other rows pose another problem where they are strided: another kernel sums in its order.
+        assert all(torch.equal(a, b) for a, b in zip(dense, apart, strict=True))
 
 
 @pytest.mark.parametrize("hidden, dtype", SCHEDULES)
