@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.progress import Progress, TaskID
+from torch._dynamo.exc import TorchDynamoException
 
 from benchmarks.cli import console, default_out, device_name, fail, progress_bar
 from benchmarks.measure_steps import measure_row
@@ -30,6 +31,9 @@ app = typer.Typer(add_completion=False)
 
 MODELS_HELP = f"Among {', '.join(MODELS)}; the last two are for trying things out, also on a CPU."
 LIMIT_HELP = "Seconds after which no further row is started."
+# What of a row that cannot be measured leaves the others measurable.
+ROW_ERRORS = (Refused, torch.OutOfMemoryError, TorchDynamoException)
+
 PROFILE_HELP = "Also the norms' share of device time, in eager mode."
 
 
@@ -169,8 +173,8 @@ def _measure(
             plan.effort,
             on_progress=lambda what: progress.update(task, description=what),
         )
-    except (Refused, torch.OutOfMemoryError) as error:
-        results.not_timed[str(row)] = " ".join(str(error).split())
+    except ROW_ERRORS as error:
+        results.not_timed[str(row)] = " ".join(str(error).split())[:500]
         console.print(f"{row}: {results.not_timed[str(row)]}", style="yellow", markup=False)
     else:
         versions = (device_name(), torch.__version__, package_version("triton"))

@@ -18,7 +18,7 @@ import fastnorm
 from benchmarks import end_to_end, measure_steps
 from benchmarks.measure_steps import check_finite, check_losses, check_routes, measure_row
 from benchmarks.results import CsvWriter
-from benchmarks.step_models import MODELS, example, workload
+from benchmarks.step_models import MODELS, Workload, example, workload
 from benchmarks.step_results import COLUMNS, measurements, recovered, step_table
 from benchmarks.steps import Effort, Outcome, Refused, Row, Training, with_norms
 
@@ -154,15 +154,16 @@ def test_rounds_go_through_the_variants_in_turn():
     assert [len(outcome.round_ms) for outcome in outcomes.values()] == [3, 3]
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_each_variant_is_compiled_once(precision):
-    row = Row("tiny", "rms", precision, "compiled")
-    counter = CompileCounter()
-    outcomes = measure_row(row, workload("tiny", 1), "cpu", Effort(2, 2, True, counter))
-    assert counter.frame_count == len(row.variants)
-    assert outcomes["fastnorm"].first_loss == outcomes["torch"].first_loss
-    assert outcomes["identity"].first_loss != outcomes["torch"].first_loss
-    assert outcomes["torch"].norm_share is None
+@torch._dynamo.config.patch(recompile_limit=4)
+def test_each_variant_is_compiled_once_and_rows_add_up_to_no_limit_of_dynamos():
+    for precision in ("bf16-mixed", "bf16-true"):
+        row = Row("tiny", "rms", precision, "compiled")
+        counter = CompileCounter()
+        outcomes = measure_row(row, workload("tiny", 1), "cpu", Effort(2, 2, True, counter))
+        assert counter.frame_count == len(row.variants)
+        assert outcomes["fastnorm"].first_loss == outcomes["torch"].first_loss
+        assert outcomes["identity"].first_loss != outcomes["torch"].first_loss
+        assert outcomes["torch"].norm_share is None
 
 
 def test_recovered_is_the_part_of_what_there_is_to_win():
@@ -275,6 +276,31 @@ def test_the_time_limit_ends_the_run_after_the_row_it_falls_in(monkeypatch, tmp_
     assert [line["norm"] for line in read(path)] == 3 * ["layer"] + 3 * ["rms"]
     about = json.loads(path.with_suffix(".json").read_text())
     assert about["left_at_time_limit"] == 2 and len(about["rows"]) == 2
+
+
+class Interrupted(nn.Module):
+    """Part of it dynamo cannot compile."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.norm(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_a_model_that_is_not_compiled_whole_is_no_compiled_row(tmp_path):
+    load = Workload(Interrupted, lambda: (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)), 2)
+    rows = end_to_end.build_rows(("tiny",), ("layer",), ("bf16-true",), ("eager", "compiled"))
+    plan = end_to_end.Plan(rows, {"tiny": load}, "cpu", Effort(1, 1, False, "eager"), math.inf)
+    path = tmp_path / "steps.csv"
+    assert end_to_end.run(plan, CsvWriter(path, columns=COLUMNS), started=0.0) == 1
+    assert [line["mode"] for line in read(path)] == 3 * ["eager"]
+    (reason,) = json.loads(path.with_suffix(".json").read_text())["not_timed"].items()
+    assert reason[0] == "tiny layer bf16-true compiled" and "graph_break" in reason[1]
 
 
 @pytest.mark.parametrize(
