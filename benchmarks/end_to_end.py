@@ -26,6 +26,7 @@ from benchmarks.shapes import NORMS, parse_names
 from benchmarks.step_models import MODELS, TINY, Workload, workload
 from benchmarks.step_results import COLUMNS, StepMeasurement, measurements, step_table
 from benchmarks.steps import MODES, PRECISIONS, Effort, Outcome, Refused, Row
+from fastnorm.native import shortcut
 
 app = typer.Typer(add_completion=False)
 
@@ -213,6 +214,7 @@ def write_about(csv: Path, plan: Plan, results: Results) -> None:
         "rounds": plan.effort.rounds,
         "steps_in_a_round": plan.effort.steps,
         "compiler": plan.effort.compiler,
+        "native_library": shortcut.norm is not None,
         "tokens_of_a_step": {name: load.tokens for name, load in plan.workloads.items()},
         "rows": results.details,
         "not_timed": results.not_timed,
