@@ -54,7 +54,7 @@ class Footprint:
 _TEMPORARIES = {
     ("backward", False): 1.2,
     ("backward", True): 0.7,
-    ("forward", False): 0.7,
+    ("forward", False): 0.6,
     ("forward", True): 0.3,
 }
 
@@ -77,7 +77,8 @@ def footprint(problem: NormProblem, tiling: Tiling) -> Footprint:
         per_element += words * (1 if tiling.split == 1 else 2) + temporaries
         held = e * per_element
     else:
-        held = e * per_element + e / tiling.chunks * (words + 2 * temporaries)
+        at_once = words + (2 if backward else 1) * temporaries
+        held = e * per_element + e / tiling.chunks * at_once
     if tiling.keep_weight and problem.weight_dtype is not None:
         columns = max(1, tiling.chunk * tiling.chunks // (32 * tiling.warps))
         held += min(e, columns) * ITEM_SIZE[problem.weight_dtype] / 4

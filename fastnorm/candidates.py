@@ -196,18 +196,35 @@ def _row_layouts(problem: NormProblem) -> Iterator[tuple[int, int, int, int, int
 
 def forward_candidates(problem: NormProblem, limits: DeviceLimits) -> Iterator[Candidate]:
     """Forward candidates: one program per row or tile, the row in registers, as many resident as
-    the registers allow; split or looped when a row does not fit."""
+    the registers allow; looped or split when a row does not fit."""
     n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
     splits = list(_forward_splits(problem)) if limits.cooperative else []
+    looped = list(_forward_looped(problem))
     if n <= 1024:
         yield from _forward_tiles(problem)
-    if item == 4 and problem.kind.centered and 10240 < n <= 16384:
-        # LayerNorm 2048 x 16384 fp32: 8 warps 75 us, 32 warps 80 us.
-        chunk, chunks = chunking(n, 2048)
-        yield Candidate("persistent row", Tiling(1, chunk, chunks, 8, 1, True, False), 0, 2)
-    # (widest row, warps, resident programs), in 2-byte elements. 8192 x 5120: 8 resident 47.5 us,
-    # uncapped 49.5 us; 8192 x 12288 LayerNorm: 3 resident 105 us, 2 resident 116 us.
+    if not problem.kind.centered and item == 2 and (28672 < n <= 32768 or 49152 < n <= 65536):
+        # RMSNorm bf16 4096 x 32768: looped 138 us, row 139 us; 2048 x 65536: 143 and 218 us.
+        yield from looped
+    if _forward_split_wins(problem):
+        yield from splits
+    yield from _forward_rows(problem)
+    yield from looped
+    yield from splits
+
+
+def _forward_rows(problem: NormProblem) -> Iterator[Candidate]:
+    """Rows in registers: (warps, resident programs, widest chunk), then as many programs fewer."""
+    n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
     halves = n * item // 2
+    layouts = []
+    if item == 4 and 10240 < n <= 16384:
+        # 2048 x 16384 fp32 LayerNorm: 8 warps, chunks of 4096 72 us, of 2048 74 us, 32 warps 80 us;
+        # 2048 x 14336 RMSNorm: 4 warps 63 us, 32 warps 69 us.
+        layouts += [(8, 2, 4096)] if problem.kind.centered else [(4, 3, 2048), (8, 2, 4096)]
+    elif item == 2 and 20480 < n <= 28672 and not problem.kind.centered:
+        layouts += [(8, 2, 4096)]  # 4096 x 24576 RMSNorm: 103 us, 32 warps 107 us
+    # 8192 x 5120: 8 resident 47.5 us, uncapped 49.5 us; 8192 x 12288 LayerNorm: 3 resident 105 us,
+    # 2 resident 116 us.
     for widest, warps, resident in (
         (2048, 2, 16),
         (6144, 4, 8),
@@ -217,28 +234,66 @@ def forward_candidates(problem: NormProblem, limits: DeviceLimits) -> Iterator[C
         (65536, 32, 1),
     ):
         if halves <= widest:
-            # 2048 x 32768 fp32: chunks of 8192 137 us, of 4096 145 us.
-            chunk, chunks = chunking(n, 8192 if n > 16384 else warps * 512 // item)
-            for cap in sorted({resident, max(1, resident // 2), 1}, reverse=True):
-                tiling = Tiling(1, chunk, chunks, warps, 1, True, False)
-                yield Candidate("persistent row", tiling, 0, cap)
-    for warps, widest in ((32, 16384), (16, 8192), (16, 2048)):
+            layouts.append((warps, resident, _widest_chunk(problem, warps)))
+    for warps, resident, widest in layouts:
         chunk, chunks = chunking(n, widest)
-        yield Candidate("looped", Tiling(1, chunk, chunks, warps, 1, False, False), 0, 1)
-    yield from splits
+        for cap in sorted({resident, max(1, resident // 2), 1}, reverse=True):
+            tiling = Tiling(1, chunk, chunks, warps, 1, True, False)
+            yield Candidate("persistent row", tiling, 0, cap)
+
+
+def _widest_chunk(problem: NormProblem, warps: int) -> int:
+    """Elements of a chunk of a forward row: one to a few 16-byte accesses of each thread.
+
+    2048 x 32768 fp32 RMSNorm: chunks of 16384 134 us, of 8192 137 us, of 4096 145 us; LayerNorm: of
+    16384 148.4 us, of 8192 147.7 us; bf16 2560 x 49152 RMSNorm: of 16384 126 us, of 8192 128 us.
+    8192 x 12288 LayerNorm: of 4096 103.5 us, of 2048 104.9 us.
+    """
+    n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
+    if n > 16384:
+        return 16384 if n * item > 65536 and not problem.kind.centered else 8192
+    return warps * (1024 if 10240 < n <= 14336 else 512) // item
+
+
+def _forward_looped(problem: NormProblem) -> Iterator[Candidate]:
+    """Large chunks, which have many loads under way at once. 2048 x 65536 RMSNorm: chunks of 32768
+    143 us, of 16384 175 us; LayerNorm: of 16384 203 us, of 8192 267 us."""
+    shapes = [(32, 16384, 1), (16, 8192, 1), (16, 2048, 1)]
+    if not problem.kind.centered:
+        shapes = [(32, 32768, 1) if problem.hidden > 32768 else (8, 16384, 2), *shapes]
+    for warps, widest, resident in shapes:
+        chunk, chunks = chunking(problem.hidden, widest)
+        tiling = Tiling(1, chunk, chunks, warps, 1, False, False)
+        yield Candidate("looped", tiling, 0, resident)
 
 
 def _forward_tiles(problem: NormProblem) -> Iterator[Candidate]:
     """Tiles of rows: 32 to 48 elements a thread. 1048576 x 128 LayerNorm: 1 warp 138 us, 2 warps
-    142 us; 32768 x 1024: 2 warps 38.3 us, 1 warp 38.7 us.
+    142 us; 32768 x 1024: 2 warps 38.3 us, 1 warp 38.7 us; fp32 2048 x 1024 RMSNorm: 1 warp 8.5 us,
+    2 warps 8.7 us.
     """
-    chunk, chunks = chunking(problem.hidden, 1024)
-    rows = _rows_per_step(chunk * chunks, ITEM_SIZE[problem.x_dtype])
-    for warps in (2, 1) if problem.hidden > 512 and chunks == 1 else (1, 2):
+    n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
+    chunk, chunks = chunking(n, 1024)
+    rows = _rows_per_step(chunk * chunks, item)
+    two_first = n > 512 and chunks == 1 and (item == 2 or problem.kind.centered)
+    for warps in (2, 1) if two_first else (1, 2):
         schedule = "persistent tile" if rows > 1 else "persistent row"
         tiling = Tiling(rows, chunk, chunks, warps, 1, True, False)
-        yield Candidate(schedule, tiling, 0, 24 // warps if warps > 1 else 16)
+        yield Candidate(schedule, tiling, 0, 16 if warps == 1 or item == 4 else 12)
         yield Candidate(schedule, tiling, 0, 4)
+
+
+def _forward_split_wins(problem: NormProblem) -> bool:
+    """Whether a split row beats a looped one, where a row does not fit into registers.
+
+    Microseconds split and looped: LayerNorm bf16 2560 x 49152 160 and above 189, 2048 x 65536 206
+    and 203, fp32 1024 x 65536 162 and 178; RMSNorm bf16 1024 x 131072 157 and above 174, fp32
+    1024 x 65536 143 and above 151.
+    """
+    n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
+    if problem.kind.centered and item == 2:
+        return 32768 < n < 65536
+    return n * item > 131072
 
 
 def _forward_splits(problem: NormProblem) -> Iterator[Candidate]:
@@ -246,8 +301,13 @@ def _forward_splits(problem: NormProblem) -> Iterator[Candidate]:
     n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
     if n <= 8192:
         return
-    shapes = ((2, 32, 2, 4), (4, 32, 2, 4), (1, 32, 2, 8)) if _vectors(problem) else ((4, 8, 1, 4),)
-    for warps, elements, stages, per_sm in shapes:
-        tiling = _slices(n, warps, elements, item, stages, _vectors(problem))
+    shapes: tuple[tuple[int, int, int, bool, int], ...] = ((4, 8, 1, False, 4),)
+    if _vectors(problem):
+        centered = problem.kind.centered
+        elements = 32 if item == 4 else 48 if centered else 64
+        best = (4, elements, 2, item == 4 and not centered, 4)
+        shapes = (best, (4, 32, 2, True, 4), (1, 32, 2, True, 8))
+    for warps, elements, stages, keep_weight, per_sm in shapes:
+        tiling = _slices(n, warps, elements, item, stages, keep_weight)
         if tiling is not None:
             yield Candidate("split", tiling, per_sm, per_sm)

@@ -194,12 +194,17 @@ def norm(
             y = short(input, shape, weight, bias, eps, semantics, autocast_output)
             if y is not None:
                 return y
-    return apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
+    y = apply(input, weight, bias, len(shape), float(eps), semantics, out_dtype)
+    if semantics == "rms" and input.dim() in (4, 5) and not input.is_contiguous():
+        # torch leaves its fused RMSNorm for channels_last input, and so keeps its strides.
+        y = y.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
+    return y
 
 
 def _needs_reference(input: Tensor) -> str:
     """Why this call must be differentiable PyTorch all through, or ""."""
-    if torch.compiler.is_exporting():
+    # Not torch.compiler.is_exporting(): the Dynamo of torch 2.11 takes that for True, always.
+    if torch.compiler._is_exporting_flag:
         return (
             "torch.export records torch's own operators, so that the program runs without fastnorm"
         )

@@ -60,7 +60,7 @@ def norm_backward(
     db = ()
     for k in tl.static_range(CHUNKS):
         if HAS_WEIGHT and KEEP_WEIGHT and NEEDS_DX:
-            weight = weight + (load_columns(weight_ptr, k, N, CHUNK),)
+            weight = weight + (load_columns(weight_ptr, k, N, CHUNK, ""),)
         if NEEDS_DW:
             dw = dw + (tl.zeros([BLOCK_M, CHUNK], tl.float32),)
         if NEEDS_DB:
@@ -91,7 +91,7 @@ def norm_backward(
                         tl.float32
                     )
                 if HAS_WEIGHT:
-                    w_k = weight[k] if KEEP_WEIGHT else load_columns(weight_ptr, k, N, CHUNK)
+                    w_k = weight[k] if KEEP_WEIGHT else load_columns(weight_ptr, k, N, CHUNK, "")
                     dy_k = dy_k * widen_weight(w_k, WEIGHT_OFFSET)
                 if CENTERED:
                     x_k = x_k - mean
@@ -112,7 +112,7 @@ def norm_backward(
             if NEEDS_DX:
                 wdy = dy_k
                 if HAS_WEIGHT:
-                    w_k = weight[k] if KEEP_WEIGHT else load_columns(weight_ptr, k, N, CHUNK)
+                    w_k = weight[k] if KEEP_WEIGHT else load_columns(weight_ptr, k, N, CHUNK, "")
                     wdy = dy_k * widen_weight(w_k, WEIGHT_OFFSET)
                 dx = wdy - x_hat * c1
                 if CENTERED:

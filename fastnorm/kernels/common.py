@@ -42,9 +42,21 @@ def store_rows(ptr, rows, in_rows, value, k: tl.constexpr, N: tl.constexpr, CHUN
 
 
 @triton.jit
-def load_columns(ptr, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):
+def load_columns(
+    ptr, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.constexpr
+):
     """Chunk k of a weight or bias, [1, CHUNK], in its own dtype; zero beyond N."""
     columns = k * CHUNK + tl.arange(0, CHUNK)
     if (k + 1) * CHUNK > N:
-        return tl.load(ptr + columns, mask=columns < N, other=0.0)[None, :]
-    return tl.load(ptr + columns)[None, :]
+        in_row = columns < N
+        return tl.load(ptr + columns, mask=in_row, other=0.0, eviction_policy=EVICTION)[None, :]
+    return tl.load(ptr + columns, eviction_policy=EVICTION)[None, :]
+
+
+@triton.jit
+def reciprocal_root(v):
+    """v^-1/2, of subnormal v, too, which `tl.rsqrt` takes for zero: scaled by a power of two and
+    back, exactly."""
+    tiny = v < 7.9e-31
+    scaled = tl.where(tiny, v * 1152921504606846976.0, v)  # 2^60
+    return tl.rsqrt(scaled) * tl.where(tiny, 1073741824.0, 1.0)  # 2^30

@@ -120,7 +120,6 @@ class Launch:
         else:
             self._compiled[(programs, 1, 1)](*args, *self._tail)
 
-
     def facts(self) -> dict[str, Any]:
         """What a launch by the CUDA driver needs: the function's handle (0 where the kernel wants
         more than its arguments), threads, bytes of shared memory, whether all programs must be

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fastnorm.kernels.common import widen_weight
+from fastnorm.kernels.common import reciprocal_root, widen_weight
 from fastnorm.kernels.exchange import RING, collect, grid_barrier, leave_clean, peek, publish
 from fastnorm.kernels.slices import load_slice_columns, load_slices, store_slice, zero_slices
 
@@ -118,7 +118,7 @@ def norm_forward_split(
             else:
                 row_mean = 0.0
                 row_m2 = tl.sum(moments, 0)
-            rstd = tl.rsqrt(row_m2 / N + eps)
+            rstd = reciprocal_root(row_m2 / N + eps)
             tl.store(stats_ptr + done, rstd)
             for k in tl.static_range(CHUNKS):
                 y = x[k].to(tl.float32)

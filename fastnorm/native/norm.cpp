@@ -124,6 +124,21 @@ py::object wrap(const Tensor& t) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
 }
 
+// Runs `f` with the interpreter's lock. An error of Python's leaves as torch's own exception for it,
+// which autograd's thread can hand to the caller's.
+template <typename F>
+auto with_python(F&& f) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return f();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error torchs;
+    torchs.persist();
+    throw torchs;
+  }
+}
+
 uint64_t dtype_or_none(const Tensor& t) {
   return t.defined() ? static_cast<uint64_t>(t.scalar_type()) : 255;
 }
@@ -232,6 +247,15 @@ bool current_stream(const Tensor& x, Stream& stream) {
   const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
   if (guard.getDevice() != x.device()) return false;
   stream = {x.device().index(), guard.getStream(x.device()).native_handle()};
+  // A thread may be new to the device (autograd's, before anything else ran there), and the driver
+  // dies of questions about the default stream without a context.
+  const Driver& d = driver();
+  void* context = nullptr;
+  d.check(d.current_context(&context));
+  if (context == nullptr) {
+    d.check(d.retain_primary_context(&context, stream.device));
+    d.check(d.set_context(context));
+  }
   return true;
 }
 
@@ -243,13 +267,6 @@ bool decidable(const Tensor& x) {
 
 void launch(const Kernel& kernel, const Stream& stream, int64_t programs, Arguments& arguments) {
   const Driver& d = driver();
-  void* context = nullptr;
-  d.check(d.current_context(&context));
-  if (context == nullptr) {
-    // A thread in which nothing has asked the runtime for this device yet.
-    d.check(d.retain_primary_context(&context, stream.device));
-    d.check(d.set_context(context));
-  }
   const auto grid = static_cast<unsigned>(programs);
   void** parameters = arguments.finish();
   d.check(kernel.cooperative
@@ -273,14 +290,13 @@ bool scratch_for(const Tensor& x, const Stream& stream, int64_t floats, int64_t 
       return true;
     }
   }
-  {
-    const py::gil_scoped_acquire gil;
+  scratch = with_python([&] {
     const py::object made = python->scratch(
         wrap(x), reinterpret_cast<uintptr_t>(stream.handle), floats, slots);
-    scratch = {THPVariable_Unpack(made.attr("partials").ptr()),
-               THPVariable_Unpack(made.attr("semaphore").ptr()),
-               THPVariable_Unpack(made.attr("slots").ptr())};
-  }
+    return Scratch{THPVariable_Unpack(made.attr("partials").ptr()),
+                   THPVariable_Unpack(made.attr("semaphore").ptr()),
+                   THPVariable_Unpack(made.attr("slots").ptr())};
+  });
   const std::lock_guard<std::mutex> lock(mutex);
   kept[place] = scratch;
   return true;
@@ -332,13 +348,14 @@ std::pair<Tensor, Tensor> run_forward(const Call& call, const Tensor& x, const T
                                       const Tensor& bias) {
   Tensor y, stats;
   if (launch_forward(call, x, weight, bias, y, stats)) return {y, stats};
-  const py::gil_scoped_acquire gil;
-  const auto dtype = py::reinterpret_borrow<py::object>(
-      reinterpret_cast<PyObject*>(torch::getTHPDtype(call.kernel->out_dtype)));
-  const py::tuple results = python->forward(
-      wrap(x), wrap(weight), wrap(bias), call.normalized_ndim, call.eps,
-      py::reinterpret_borrow<py::object>(call.semantics), dtype);
-  return {THPVariable_Unpack(results[0].ptr()), THPVariable_Unpack(results[1].ptr())};
+  return with_python([&] {
+    const auto dtype = py::reinterpret_borrow<py::object>(
+        reinterpret_cast<PyObject*>(torch::getTHPDtype(call.kernel->out_dtype)));
+    const py::tuple results = python->forward(
+        wrap(x), wrap(weight), wrap(bias), call.normalized_ndim, call.eps,
+        py::reinterpret_borrow<py::object>(call.semantics), dtype);
+    return std::pair(THPVariable_Unpack(results[0].ptr()), THPVariable_Unpack(results[1].ptr()));
+  });
 }
 
 // ---- Backward -----------------------------------------------------------------------------------
@@ -404,11 +421,12 @@ Kernel* backward_kernel(const Call& call, const Tensor& dy, const Tensor& x, con
   const Key key{static_cast<uint64_t>(hidden), reinterpret_cast<uint64_t>(call.semantics), 0, facts};
   Kernel* kernel = find(BACKWARD, key);
   if (kernel == nullptr && decidable(x)) {
-    const py::gil_scoped_acquire gil;
-    kernel = learn(BACKWARD, key,
+    kernel = with_python([&] {
+      return learn(BACKWARD, key,
                    python->resolve_backward(
                        wrap(dy), wrap(x), wrap(weight), wrap(bias), hidden,
                        py::reinterpret_borrow<py::object>(call.semantics), mask_of(mask)));
+    });
   }
   return kernel != nullptr && kernel->serves ? kernel : nullptr;
 }
@@ -446,17 +464,18 @@ struct NormBackward : torch::autograd::Function<NormBackward> {
         return {grads[0], grads[1], grads[2], Tensor()};
       }
     }
-    const py::gil_scoped_acquire gil;
-    const auto semantics = py::reinterpret_borrow<py::object>(call.semantics);
-    const py::tuple results = recorded
-        ? python->differentiable(wrap(dy), wrap(x), wrap(weight), wrap(bias), call.normalized_ndim,
-                                 call.eps, semantics, mask_of(mask))
-        : python->backward(wrap(dy), wrap(x), wrap(weight), wrap(bias), wrap(stats),
-                           call.normalized_ndim, semantics, mask_of(mask));
-    for (size_t i = 0; i < 3; ++i) {
-      const py::object grad = results[i];
-      if (!grad.is_none()) grads[i] = THPVariable_Unpack(grad.ptr());
-    }
+    with_python([&] {
+      const auto semantics = py::reinterpret_borrow<py::object>(call.semantics);
+      const py::tuple results = recorded
+          ? python->differentiable(wrap(dy), wrap(x), wrap(weight), wrap(bias),
+                                   call.normalized_ndim, call.eps, semantics, mask_of(mask))
+          : python->backward(wrap(dy), wrap(x), wrap(weight), wrap(bias), wrap(stats),
+                             call.normalized_ndim, semantics, mask_of(mask));
+      for (size_t i = 0; i < 3; ++i) {
+        const py::object grad = results[i];
+        if (!grad.is_none()) grads[i] = THPVariable_Unpack(grad.ptr());
+      }
+    });
     return {grads[0], grads[1], grads[2], Tensor()};
   }
 };
