@@ -207,7 +207,8 @@ def _theirs(x: Tensor, weight: Tensor | None, bias: Tensor | None, inputs: Input
         factor = weight + 1 if kind.name == "layer_offset" and weight is not None else weight
         if factor is None and bias is not None:
             # Above 65,536 rows torch's CUDA backward has no gradient for a bias alone.
-            factor = x.new_ones(shape)
+            x_hat = F.layer_norm(x.to(wide), shape, None, None, eps)
+            return (x_hat + bias.to(wide)).to(x.dtype)
         return F.layer_norm(x, shape, factor, bias, eps)
     factor = None if weight is None else _factor32(weight, kind, wide)
     if kind.centered:
