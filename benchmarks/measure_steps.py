@@ -66,7 +66,9 @@ def measure_row(
         batch = tuple(t.bfloat16() if t.is_floating_point() else t for t in batch)
     compiler = effort.compiler if row.mode == "compiled" else None
     outcomes = {variant: Outcome(len(norm_layers(model))) for variant in row.variants}
-    trainings = {v: Training(with_norms(v, model), batch, mixed, compiler) for v in outcomes}
+    trainings = {
+        v: Training(with_norms(v, model), batch, mixed, compiler, row.backend(v)) for v in outcomes
+    }
     del model
     for variant, training in trainings.items():
         on_progress(f"{row}: warm-up {variant}")
@@ -76,7 +78,7 @@ def measure_row(
         for _ in range(WARM_UP_STEPS - 1):
             training.step()
         inspect(training, outcomes[variant])
-        if variant in PATCHED and device == "cuda":
+        if row.on_kernels(variant) and device == "cuda":
             check_routes(variant, outcomes[variant])
     on_progress(f"{row}: timing")
     losses = time_rounds(trainings, outcomes, effort)

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastnorm
+from fastnorm.autocast import AutocastOutput
+from fastnorm.functional import Backend
 
 PRECISIONS = ("bf16-mixed", "bf16-true")
 MODES = ("eager", "compiled")
 BASE = "torch"
 BOUND = "identity"
-#: The variants that fastnorm patches, and what their norms give under autocast.
-PATCHED = {"fastnorm": "torch", "fastnorm-autocast": "autocast"}
+#: The variants that fastnorm patches: what their norms give under autocast, and what runs them.
+PATCHED: dict[str, tuple[AutocastOutput, Backend]] = {
+    "fastnorm": ("torch", "auto"),
+    "fastnorm-autocast": ("autocast", "auto"),
+    "fastnorm-kernels": ("torch", "triton"),
+}
 
 # So small that a model without norms, which nothing keeps from growing, stays finite.
 LEARNING_RATE = 1e-5
@@ -46,9 +52,20 @@ class Row:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """In the order they are timed. Without autocast, `autocast_output` changes nothing."""
-        ours = tuple(PATCHED) if self.precision == "bf16-mixed" else tuple(PATCHED)[:1]
-        return (BASE, *ours, BOUND)
+        """In the order they are timed. Compiled, fastnorm leaves norms to the compiler unless it is
+        told not to; without autocast, `autocast_output` changes nothing."""
+        if self.mode == "compiled":
+            return (BASE, "fastnorm", "fastnorm-kernels", BOUND)
+        autocast = ("fastnorm-autocast",) if self.precision == "bf16-mixed" else ()
+        return (BASE, "fastnorm", *autocast, BOUND)
+
+    def on_kernels(self, variant: str) -> bool:
+        """Whether a variant's norms are to run on fastnorm's kernels, where there is a GPU."""
+        return variant in PATCHED and (self.mode == "eager" or self.backend(variant) == "triton")
+
+    def backend(self, variant: str) -> Backend:
+        """What a variant asks to run its norms."""
+        return PATCHED[variant][1] if variant in PATCHED else "auto"
 
     def __str__(self) -> str:
         return f"{self.model} {self.norm} {self.precision} {self.mode}"
@@ -109,8 +126,10 @@ class Training:
         batch: tuple[Tensor, Tensor],
         mixed: bool,
         compiler: str | None = None,
+        backend: Backend = "auto",
     ) -> None:
         self.model = model
+        self.backend = backend
         self.inputs, self.targets = batch
         self.device = self.targets.device
         self.mixed = mixed
@@ -123,7 +142,8 @@ class Training:
 
     def step(self) -> Tensor:
         """Forward, loss, backward, optimizer. Returns the loss without waiting for it."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed)
+        with fastnorm.backend(self.backend), autocast:
             outputs = self.model(self.inputs)
             loss = F.cross_entropy(outputs.flatten(0, -2), self.targets.flatten())
         loss.backward()
@@ -149,7 +169,7 @@ def with_norms(variant: str, model: nn.Module) -> nn.Module:
     if variant == BOUND:
         remove_norms(model)
     elif variant != BASE:
-        report = fastnorm.patch(model, strict=True, autocast_output=PATCHED[variant])
+        report = fastnorm.patch(model, strict=True, autocast_output=PATCHED[variant][0])
         if len(report) != len(norm_layers(model)):
             raise Refused(f"{variant}: not every norm was patched:\n{report}")
     return model

@@ -72,10 +72,10 @@ def _cells(case: dict[str, Row]) -> list[str]:
 
 STEP_HEADINGS = (
     *("model", "norm", "precision", "mode"),
-    *("torch ms", "fastnorm", "autocast", "no norms"),
-    *("recovered %", "autocast"),
+    *("torch ms", "fastnorm", "autocast", "kernels", "no norms"),
+    *("recovered %", "autocast", "kernels"),
     *("norms % of time, torch", "fastnorm", "autocast"),
-    *("peak GiB, torch", "fastnorm", "autocast"),
+    *("peak GiB, torch", "fastnorm"),
 )
 
 
@@ -87,7 +87,8 @@ def print_steps(rows: list[Row]) -> None:
 
 
 def step_lines(rows: list[Row]) -> list[str]:
-    """One line a row of benchmarks.end_to_end; "autocast" is `autocast_output="autocast"`."""
+    """One line a row of benchmarks.end_to_end; "autocast" stands for `autocast_output="autocast"`,
+    "kernels" for `backend="triton"`."""
     cases: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         case = (row["model"], row["norm"], row["precision"], row["mode"])
@@ -98,7 +99,8 @@ def step_lines(rows: list[Row]) -> list[str]:
 
 
 def _step_cells(case: dict[str, Row]) -> list[str]:
-    ours = ("fastnorm", "fastnorm-autocast")
+    ours = ("fastnorm", "fastnorm-autocast", "fastnorm-kernels")
+    shares = ("torch", "fastnorm", "fastnorm-autocast")
 
     def cell(variant: str, column: str, spec: str) -> str:
         value = case[variant][column] if variant in case else ""
@@ -107,8 +109,8 @@ def _step_cells(case: dict[str, Row]) -> list[str]:
     return [
         *(cell(v, "step_ms", ".1f") for v in ("torch", *ours, "identity")),
         *(cell(v, "recovered_pct", ".0f") for v in ours),
-        *(cell(v, "norm_share_pct", ".1f") for v in ("torch", *ours)),
-        *(cell(v, "memory_gib", ".2f") for v in ("torch", *ours)),
+        *(cell(v, "norm_share_pct", ".1f") for v in shares),
+        *(cell(v, "memory_gib", ".2f") for v in shares[:2]),
     ]
 
 

@@ -202,10 +202,11 @@ def forward_candidates(problem: NormProblem, limits: DeviceLimits) -> Iterator[C
     looped = list(_forward_looped(problem))
     if n <= 1024:
         yield from _forward_tiles(problem)
-    if not problem.kind.centered and item == 2 and (28672 < n <= 32768 or 49152 < n <= 65536):
-        # RMSNorm bf16 4096 x 32768: looped 138 us, row 139 us; 2048 x 65536: 143 and 218 us.
+    if _looped_wins(problem):
         yield from looped
-    if _forward_split_wins(problem):
+    if n * item > 131072:
+        # fp32 1024 x 65536 LayerNorm: split 162 us, looped 167 us; RMSNorm: 142 and 158 us; bf16
+        # 1024 x 131072: 157 and 171 us.
         yield from splits
     yield from _forward_rows(problem)
     yield from looped
@@ -255,12 +256,33 @@ def _widest_chunk(problem: NormProblem, warps: int) -> int:
     return warps * (1024 if 10240 < n <= 14336 else 512) // item
 
 
+def _looped_wins(problem: NormProblem) -> bool:
+    """Whether reading a row twice beats keeping it in registers or splitting it.
+
+    Microseconds looped and otherwise, bf16: LayerNorm 4096 x 32768 152 and 157, 2560 x 49152 154
+    and 160, 2048 x 65536 167 and 206; RMSNorm 4096 x 32768 138 and 139, 2560 x 49152 127 and 126,
+    2048 x 65536 139 and 149.
+    """
+    n = problem.hidden
+    if ITEM_SIZE[problem.x_dtype] == 4:
+        return False
+    return n > 20480 if problem.kind.centered else 28672 < n <= 32768 or 49152 < n <= 65536
+
+
 def _forward_looped(problem: NormProblem) -> Iterator[Candidate]:
-    """Large chunks, which have many loads under way at once. 2048 x 65536 RMSNorm: chunks of 32768
-    143 us, of 16384 175 us; LayerNorm: of 16384 203 us, of 8192 267 us."""
+    """(warps, widest chunk, resident programs). Large chunks have many loads under way, small ones
+    leave registers. 2048 x 65536 RMSNorm: chunks of 32768 139 us, of 16384 141 us; LayerNorm: of
+    8192 167 us, of 16384 170 us; 1024 x 131072: of 16384 193 us, of 8192 spilled; 4096 x 32768
+    LayerNorm: 8 warps 152 us, 32 warps 180 us.
+    """
+    n, centered = problem.hidden, problem.kind.centered
     shapes = [(32, 16384, 1), (16, 8192, 1), (16, 2048, 1)]
-    if not problem.kind.centered:
-        shapes = [(32, 32768, 1) if problem.hidden > 32768 else (8, 16384, 2), *shapes]
+    if n <= 40960:
+        shapes.insert(0, (8, 8192 if centered else 16384, 2))
+    elif not centered:
+        shapes.insert(0, (32, 32768, 1))
+    elif 49152 < n <= 65536:
+        shapes.insert(0, (32, 8192, 1))
     for warps, widest, resident in shapes:
         chunk, chunks = chunking(problem.hidden, widest)
         tiling = Tiling(1, chunk, chunks, warps, 1, False, False)
@@ -283,19 +305,6 @@ def _forward_tiles(problem: NormProblem) -> Iterator[Candidate]:
         yield Candidate(schedule, tiling, 0, 4)
 
 
-def _forward_split_wins(problem: NormProblem) -> bool:
-    """Whether a split row beats a looped one, where a row does not fit into registers.
-
-    Microseconds split and looped: LayerNorm bf16 2560 x 49152 160 and above 189, 2048 x 65536 206
-    and 203, fp32 1024 x 65536 162 and 178; RMSNorm bf16 1024 x 131072 157 and above 174, fp32
-    1024 x 65536 143 and above 151.
-    """
-    n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
-    if problem.kind.centered and item == 2:
-        return 32768 < n < 65536
-    return n * item > 131072
-
-
 def _forward_splits(problem: NormProblem) -> Iterator[Candidate]:
     """Split rows, forward: as backward, with nothing to accumulate."""
     n, item = problem.hidden, ITEM_SIZE[problem.x_dtype]
@@ -303,9 +312,7 @@ def _forward_splits(problem: NormProblem) -> Iterator[Candidate]:
         return
     shapes: tuple[tuple[int, int, int, bool, int], ...] = ((4, 8, 1, False, 4),)
     if _vectors(problem):
-        centered = problem.kind.centered
-        elements = 32 if item == 4 else 48 if centered else 64
-        best = (4, elements, 2, item == 4 and not centered, 4)
+        best = (4, 32 if item == 4 else 64, 2, item == 4 and not problem.kind.centered, 4)
         shapes = (best, (4, 32, 2, True, 4), (1, 32, 2, True, 8))
     for warps, elements, stages, keep_weight, per_sm in shapes:
         tiling = _slices(n, warps, elements, item, stages, keep_weight)

@@ -44,8 +44,9 @@ def backend(choice: Backend) -> Iterator[None]:
     fastnorm.backend(choice)))`, or give the layers their `backend=`.
 
     Args:
-        choice: "auto" (kernels where they pass the budget), "triton" (raise where they do not; not
-            checked while torch.compile traces) or "torch".
+        choice: "auto" (kernels where they pass the budget; under torch.compile torch's operators,
+            for Inductor to fuse), "triton" (raise where they do not; not checked while
+            torch.compile traces) or "torch".
 
     Raises:
         ValueError: any other choice.
@@ -133,7 +134,7 @@ def rms_norm(
         ValueError, TypeError, KernelUnavailable: as `layer_norm`.
     """
     if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+        eps = default_eps(input)
     return norm(
         input,
         normalized_shape,
@@ -144,6 +145,12 @@ def rms_norm(
         backend=backend,
         autocast_output=autocast_output,
     )
+
+
+def default_eps(input: Tensor) -> float:
+    """The machine epsilon of the dtype that an RMSNorm's statistics have, as torch takes it."""
+    # As constants: Dynamo compiles once more for floats that it finds in a module or table.
+    return 2.0**-52 if input.dtype == torch.float64 else 2.0**-23
 
 
 def norm(
@@ -166,28 +173,32 @@ def norm(
     Raises:
         ValueError, TypeError, KernelUnavailable: as `layer_norm`.
     """
-    shape = (
-        normalized_shape
-        if type(normalized_shape) is tuple
-        else (normalized_shape,)
-        if isinstance(normalized_shape, int)
-        else tuple(normalized_shape)
-    )
+    shape: tuple[int, ...]
+    if isinstance(normalized_shape, tuple):
+        shape = normalized_shape
+    elif isinstance(normalized_shape, int):
+        shape = (normalized_shape,)
+    else:
+        shape = tuple(normalized_shape)
     choice = _context.backend if backend is None else checked_backend(backend)
-    short = None if torch.compiler.is_compiling() else shortcut.norm
+    compiling = torch.compiler.is_compiling()
+    short = None if compiling else shortcut.norm
     if short is not None and choice == "auto" and input.is_cuda:
         y = short(input, shape, weight, bias, eps, semantics, autocast_output)
         if y is not None:
             return y
     kind = validate(input, shape, weight, bias, semantics)
     out_dtype = result_dtype(input, weight, kind, autocast_output)
-    if choice == "torch" or not (input.is_cuda or choice == "triton"):
+    # Inductor fuses torch's operators with their neighbours, which opaque kernels keep it from: a
+    # compiled GPT of 125M parameters takes 72.0 ms a step so, with our kernels 75.9 ms.
+    ours = choice == "triton" or (choice == "auto" and input.is_cuda and not compiling)
+    if not ours:
         return _torch(input, shape, weight, bias, eps, kind, out_dtype)
     if reason := _needs_reference(input):
         if choice == "triton":
             raise KernelUnavailable(f'backend="triton" cannot run: {reason}')
         return _torch(input, shape, weight, bias, eps, kind, out_dtype)
-    if choice == "triton" and not torch.compiler.is_compiling():
+    if choice == "triton" and not compiling:
         # Plans are made outside compiled graphs, where Dynamo cannot look.
         _require_kernels(input, weight, bias, len(shape), kind, out_dtype)
         if short is not None:

@@ -12,7 +12,7 @@ from fastnorm.autocast import AutocastOutput, checked_autocast_output
 from fastnorm.functional import (
     Backend,
     checked_backend,
-    layer_norm,
+    norm,
     rms_norm,
 )
 
@@ -46,7 +46,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., *normalized_shape]` -> the same shape. See: `fastnorm.layer_norm`."""
-        return layer_norm(
+        return norm(
             input,
             self.normalized_shape,
             self.weight,

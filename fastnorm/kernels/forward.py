@@ -20,29 +20,6 @@ STAYS = tl.constexpr("evict_last")
 
 
 @triton.jit
-def merge_moments(count, mean, m2, chunk_count, chunk_mean, chunk_m2):
-    """Mean and sum of squared deviations of two sets of values joined (Chan's update)."""
-    total = count + chunk_count
-    delta = chunk_mean - mean
-    share = chunk_count / total
-    return total, mean + delta * share, m2 + chunk_m2 + delta * delta * count * share
-
-
-@triton.jit
-def chunk_moments(x, k: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, CENTERED: tl.constexpr):
-    """Count, mean (0 for RMS) and sum of squared deviations of chunk k, each [BLOCK_M]."""
-    count = min(CHUNK, N - k * CHUNK)
-    if CENTERED:
-        mean = tl.sum(x, 1) / count
-        x = x - mean[:, None]
-        if (k + 1) * CHUNK > N:
-            columns = k * CHUNK + tl.arange(0, CHUNK)
-            x = tl.where((columns < N)[None, :], x, 0.0)
-        return count, mean, tl.sum(x * x, 1)
-    return count, tl.zeros_like(tl.sum(x, 1)), tl.sum(x * x, 1)
-
-
-@triton.jit
 def row_statistics(
     x, N: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CENTERED: tl.constexpr, eps
 ):
@@ -62,6 +39,49 @@ def row_statistics(
             d = tl.where((k * CHUNK + tl.arange(0, CHUNK) < N)[None, :], d, 0.0)
         total += d * d
     return mean, reciprocal_root(tl.sum(total, 1)[:, None] / N + eps)
+
+
+@triton.jit
+def streamed_statistics(
+    x_ptr,
+    rows,
+    in_rows,
+    x_row_stride,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    eps,
+):
+    """mean and rstd, [BLOCK_M, 1], of a row read once: sums about the mean of its first chunk.
+
+    They are kept per column, so that no chunk waits for another's reduction. See: docs/math.md,
+    "Forward".
+    """
+    x = load_rows(x_ptr, rows, in_rows, x_row_stride, 0, N, CHUNK).to(tl.float32)
+    pivot = tl.zeros_like(tl.sum(x, 1))[:, None]
+    if CENTERED:
+        pivot = tl.sum(x, 1)[:, None] / min(CHUNK, N)
+        x = x - pivot
+        if CHUNK > N:
+            x = tl.where((tl.arange(0, CHUNK) < N)[None, :], x, 0.0)
+    first, second = x, x * x
+    for k in tl.static_range(1, CHUNKS):
+        x = load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK).to(tl.float32)
+        if CENTERED:
+            x = x - pivot
+            if (k + 1) * CHUNK > N:
+                x = tl.where((k * CHUNK + tl.arange(0, CHUNK) < N)[None, :], x, 0.0)
+            first += x
+        second += x * x
+    variance = tl.sum(second, 1)[:, None] / N
+    mean = pivot
+    if CENTERED:
+        shift = tl.sum(first, 1)[:, None] / N
+        mean = pivot + shift
+        variance = variance - shift * shift
+        variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return mean, reciprocal_root(variance + eps)
 
 
 @triton.jit
@@ -103,14 +123,9 @@ def norm_forward(
                 x = x + (load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK),)
             mean, rstd = row_statistics(x, N, CHUNK, CHUNKS, CENTERED, eps)
         else:
-            x_k = load_rows(x_ptr, rows, in_rows, x_row_stride, 0, N, CHUNK).to(tl.float32)
-            count, mean, m2 = chunk_moments(x_k, 0, N, CHUNK, CENTERED)
-            for k in tl.static_range(1, CHUNKS):
-                x_k = load_rows(x_ptr, rows, in_rows, x_row_stride, k, N, CHUNK).to(tl.float32)
-                more = chunk_moments(x_k, k, N, CHUNK, CENTERED)
-                count, mean, m2 = merge_moments(count, mean, m2, more[0], more[1], more[2])
-            mean = mean[:, None]
-            rstd = reciprocal_root(m2[:, None] / N + eps)
+            mean, rstd = streamed_statistics(
+                x_ptr, rows, in_rows, x_row_stride, N, CHUNK, CHUNKS, CENTERED, eps
+            )
 
         for k in tl.static_range(CHUNKS):
             if KEEP_ROW:

@@ -57,10 +57,9 @@ class Recipe:
         bias = None if self.bias is None else getattr(module, self.bias)
         eps = self.fixed_eps if self.eps is None else getattr(module, self.eps)
         if eps is None:
-            # torch's RMSNorm: the machine epsilon of the dtype that the statistics have.
-            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+            eps = functional.default_eps(x)
         shape = x.shape[-1:] if self.shape is None else getattr(module, self.shape)
-        y = norm(x, tuple(shape), weight, bias, eps)
+        y = norm(x, shape, weight, bias, eps)
         return y.movedim(-1, 1) if self.channels_first else y
 
     def kind(self, input: Tensor) -> str:

@@ -35,7 +35,9 @@ def test_a_row_of_training_steps_is_one_line():
     rows = [step("torch", "78.24", "0.0", "30.126", "9.2"), step("fastnorm", "74.6", "50.4", "30")]
     (line,) = step_lines([*rows, step("identity", "71", "100")])
     names = "| d768 | rms | bf16-mixed | eager "
-    assert line == f"{names}| 78.2 | 74.6 | - | 71.0 | 50 | - | 9.2 | - | - | 30.13 | 30.00 | - |"
+    assert (
+        line == f"{names}| 78.2 | 74.6 | - | - | 71.0 | 50 | - | - | 9.2 | - | - | 30.13 | 30.00 |"
+    )
     with pytest.raises(typer.BadParameter, match="twice"):
         step_lines(2 * rows)
 

@@ -115,6 +115,7 @@ def test_compiled_training_uses_the_kernels(mode: str) -> None:
     """B95: one graph, kernels inside it, eager's numbers, with and without CUDA graphs."""
     torch._dynamo.reset()
     (layer, _), (rms, _) = pair("layer", 512), pair("rms", 512)
+    layer.backend = rms.backend = "triton"
     model = nn.Sequential(layer, nn.Linear(512, 512), rms).cuda()
     compiled = torch.compile(model, fullgraph=True, mode=None if mode == "default" else mode)
     for seed in range(4):
@@ -134,13 +135,34 @@ def test_compiled_training_uses_the_kernels(mode: str) -> None:
         forget_gradients(model, x)
 
 
-def test_compiled_batches_vary_without_recompiling() -> None:
+def test_compiled_norms_are_left_to_the_compiler_unless_kernels_are_asked_for() -> None:
+    """Inductor fuses them with their neighbours: faster than kernels it cannot look into."""
+    seen: dict[str, set[str]] = {}
+    for choice in ("auto", "triton"):
+        torch._dynamo.reset()
+        graph: set[str] = seen.setdefault(choice, set())
+
+        def look(module: torch.fx.GraphModule, _inputs: object, graph: set[str] = graph):
+            graph |= {str(node.target) for node in module.graph.nodes}
+            return module.forward
+
+        module = fastnorm.LayerNorm(64, device="cuda", backend=choice)
+        x = seeded(4, 64, device="cuda")
+        close = torch.testing.assert_close
+        close(torch.compile(module, backend=look, fullgraph=True)(x), module(x))
+    assert not any("fastnorm" in target for target in seen["auto"])
+    assert any("fastnorm.norm_forward" in target for target in seen["triton"])
+
+
+@pytest.mark.parametrize("choice", ["auto", "triton"])
+def test_compiled_batches_vary_without_recompiling(choice: str) -> None:
     """B96: the plan and the graph are the same for every batch size."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     module = pair("layer", 256)[0].cuda()
+    module.backend = choice
     compiled = torch.compile(module, dynamic=True, fullgraph=True, backend=counter)
     for batch in (3, 5, 9, 17, 2):
         x = seeded(batch, 7, 256, device="cuda").requires_grad_()

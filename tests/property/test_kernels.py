@@ -87,6 +87,25 @@ def tilings(draw: st.DrawFn, hidden: int) -> Tiling:
     )
 
 
+@pytest.mark.parametrize("apart", [0.0, 1.0, 3e4])
+def test_statistics_of_a_streamed_row_do_not_hang_on_its_first_chunk(
+    apart: float, route: Route
+) -> None:
+    """Its mean is the pivot of the sums: the worst row has all its variance between that chunk and
+    the rest."""
+    x = torch.randn(3, 24576, generator=torch.Generator().manual_seed(0))
+    x[:, :8192] += apart
+    x[2] = 7.0
+    x = x.to(route.device, torch.bfloat16)
+    with route.counted(1, 0):
+        _, stats = ops.forward(x, None, None, 1, 1e-5, "layer", torch.bfloat16)
+    assert list(routing.stats().forward) == ["triton:looped"]
+    wide = x.double()
+    variance = wide.var(-1, correction=0)
+    torch.testing.assert_close(stats[0].double(), (variance + 1e-5).rsqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(stats[1].double(), wide.mean(-1), rtol=1e-6, atol=1e-6)
+
+
 @given(data=st.data(), case=cases(widths=(1, 3, 5, 16, 33, 64, 100, 129)))
 def test_every_tiling_computes_the_same(data: st.DataObject, case: Case, route: Route) -> None:
     """Also tilings that the plan would not choose here: they are chosen at widths that the
