@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 
@@ -48,6 +51,36 @@ def test_compiled_training_steps_equal_eager_ones(kind: str) -> None:
     model, x = _model(kind), seeded(6, 24)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     same(_step(model, compiled, x), _step(model, model, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("patched", [False, True])
+def test_compiled_graphs_are_torchs(kind: str, autocast: bool, patched: bool) -> None:
+    """What Inductor gets to fuse: operator by operator what it gets with torch's module."""
+    ours, torchs = pair(kind, 24)
+    if patched:
+        ours = nn.Sequential(copy.deepcopy(torchs))
+        fastnorm.patch(ours)
+        torchs = nn.Sequential(torchs)
+    graphs = []
+    for module in (ours, torchs):
+        torch._dynamo.reset()
+        seen: list[str] = []
+
+        def look(graph: torch.fx.GraphModule, _inputs: object, seen: list[str] = seen):
+            calls = (node for node in graph.graph.nodes if node.op == "call_function")
+            seen += [f"{node.target} {node.meta.get('val')}" for node in calls]
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+        x = seeded(4, 24).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = torch.compile(module, backend=backend, fullgraph=True)(x)
+        y.float().square().sum().backward()
+        graphs.append(seen)
+    assert len(graphs[0]) > 5
+    assert graphs[0] == graphs[1]
 
 
 def test_inductor_compiles_a_training_step() -> None:
