@@ -83,6 +83,11 @@ class Explanation:
         lines = [f"{self.semantics} norm, {rows}{self.hidden} ({dtypes}) on {self.device}"]
         for p in self.passes:
             lines += _describe(p)
+        if any(p.route.startswith("triton:") for p in self.passes):
+            lines.append(
+                'under torch.compile: torch\'s operators, for Inductor to fuse; backend="triton" puts '
+                "these kernels into the graph"
+            )
         return "\n".join(lines)
 
 
