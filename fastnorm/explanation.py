@@ -85,8 +85,8 @@ class Explanation:
             lines += _describe(p)
         if any(p.route.startswith("triton:") for p in self.passes):
             lines.append(
-                'under torch.compile: torch\'s operators, for Inductor to fuse; backend="triton" puts '
-                "these kernels into the graph"
+                "under torch.compile: torch's operators, for Inductor to fuse; "
+                'backend="triton" puts these kernels into the graph'
             )
         return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -107,8 +108,10 @@ def build_forward(
         A function of the module and the input, whose second parameter has the original's name.
     """
 
+    # Interned, as a recipe that was unpickled is not: the compiled shortcut knows words by address.
+    output = cast(AutocastOutput, sys.intern(recipe.autocast_output))
     norms = {
-        kind: partial(functional.norm, semantics=kind, autocast_output=recipe.autocast_output)
+        kind: partial(functional.norm, semantics=sys.intern(kind), autocast_output=output)
         for kind in {recipe.semantics, recipe.under_autocast} & set(SEMANTICS)
     }
 
