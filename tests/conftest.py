@@ -26,9 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--route", choices=ROUTES, default="torch", help="what runs the norms")
     group.addoption(
         "--examples",
-        choices=tuple(EXAMPLES),
         default="ci",
-        help="hypothesis profile; give --hypothesis-seed with large",
+        metavar="{ci,large,N}",
+        help="per property; give --hypothesis-seed with all but ci",
     )
     group.addoption(
         "--native", action="store_true", help="build the library of fastnorm.native, and use it"
@@ -104,9 +104,11 @@ def _correct_the_interpreter() -> None:
 def _load_profile(name: str) -> None:
     from hypothesis import HealthCheck, settings
 
+    if name not in EXAMPLES and not (name.isdecimal() and int(name)):
+        raise pytest.UsageError(f"--examples: {', '.join(EXAMPLES)} or a number, got {name!r}")
     settings.register_profile(
         name,
-        max_examples=EXAMPLES[name],
+        max_examples=EXAMPLES.get(name) or int(name),
         derandomize=name == "ci",
         database=None,
         deadline=None,
