@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import shutil
 import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -23,13 +28,15 @@ class BuildError(RuntimeError):
 
 
 def folder(cache: Path = CACHE) -> Path:
-    """Where this source's library for this torch and this Python is, or would be."""
-    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
-    return cache.expanduser() / f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{source}"
+    """Where this source's library for this torch, Python and machine is, or would be."""
+    made_from = SOURCE.read_bytes() + str(torch.version.git_version).encode()
+    digest = hashlib.sha256(made_from).hexdigest()[:12]
+    python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    return cache.expanduser() / f"torch-{torch.__version__}-{python}-{digest}"
 
 
 def build(cache: Path = CACHE, *, verbose: bool = False) -> Path:
-    """Compile the library, if it is not there yet: about half a minute.
+    """Compile the library, if there is none yet that loads: about half a minute.
 
     Args:
         cache: where to keep it.
@@ -40,37 +47,82 @@ def build(cache: Path = CACHE, *, verbose: bool = False) -> Path:
         `shortcut.connect()`.
 
     Raises:
-        BuildError: there is no C++ compiler or no ninja, or the compiler fails.
+        BuildError: this is not Linux, there is no C++ compiler or no ninja, the compiler fails, or
+            the cache cannot be written to.
     """
     from torch.utils import cpp_extension
 
-    if shutil.which("ninja") is None or not any(map(shutil.which, ("c++", "g++", "clang++"))):
+    if sys.platform != "linux":
+        raise BuildError("the library is for Linux only, as the kernels are")
+    compiler = cpp_extension.get_cxx_compiler().split()[0]
+    if shutil.which("ninja") is None or shutil.which(compiler) is None:
         raise BuildError(
-            "building needs a C++ compiler and ninja on the PATH: install your system's g++, and "
-            "ninja with `pip install ninja`"
+            f"building needs a C++ compiler ({compiler}) and ninja on the PATH: install your "
+            "system's g++, and ninja with `pip install ninja` (then activate that environment)"
         )
-    place = folder(cache)
-    place.mkdir(parents=True, exist_ok=True)
     try:
-        cpp_extension.load(
-            _NAME,
-            [str(SOURCE)],
-            build_directory=str(place),
-            extra_cflags=["-O2"],
-            with_cuda=False,
-            verbose=verbose,
-            is_python_module=False,
-        )
+        if load(cache) is not None:
+            return next(_files(cache))
+        place = folder(cache)
+        place.mkdir(parents=True, exist_ok=True)
+        # Apart from what other processes build and load, then there at once and whole.
+        with tempfile.TemporaryDirectory(prefix="building-", dir=place) as room:
+            cpp_extension.load(
+                _NAME,
+                [str(SOURCE)],
+                build_directory=room,
+                extra_cflags=["-O2"],
+                with_cuda=False,
+                verbose=verbose,
+                is_python_module=False,
+            )
+            # torch numbers the file where a process builds twice.
+            (built,) = Path(room).glob(f"{_NAME}*.so")
+            file = place / _file_name(built)
+            os.replace(built, file)
     except (RuntimeError, OSError) as error:
         raise BuildError(f"the C++ compiler failed: {error}") from error
-    return place / f"{_NAME}.so"
+    for other in _files(cache):
+        if other != file:
+            other.unlink(missing_ok=True)
+    return file
 
 
 def load(cache: Path = CACHE) -> ModuleType | None:
-    """The built library as a module, or None where it has not been built for these versions."""
-    file = folder(cache) / f"{_NAME}.so"
-    if not file.exists():
+    """The built library as a module; None where there is none for these versions, or none that
+    loads (with a warning)."""
+    try:
+        file = next(_files(cache), None)
+        if file is None:
+            return None
+        whole = file.name == _file_name(file)
+    except (OSError, RuntimeError):  # no home folder, or one that is not ours to read
         return None
+    # What is cut short is not tried: it could end the process.
+    problem = "" if whole else "is damaged"
+    if whole:
+        try:
+            return _imported(file)
+        except ImportError as error:
+            problem = f"does not load ({error})"
+    warnings.warn(
+        f"fastnorm: {file} {problem}, eager calls go through Python; `python -m fastnorm build` "
+        "builds it anew",
+        stacklevel=2,
+    )
+    return None
+
+
+def _files(cache: Path) -> Iterator[Path]:
+    return folder(cache).glob(f"{_NAME}-*.so")
+
+
+def _file_name(file: Path) -> str:
+    """A library's name holds a digest of it, which tells whether all of it is there."""
+    return f"{_NAME}-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _imported(file: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(file))
     spec = importlib.util.spec_from_file_location(_NAME, file, loader=loader)
     assert spec is not None
