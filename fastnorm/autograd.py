@@ -65,8 +65,8 @@ class Norm(torch.autograd.Function):
         return *grads, None
 
 
-# `Function.apply` without its functorch prologue (8 us of Python): callers have ruled transforms
-# out.
+# `Function.apply` without its functorch prologue (12 us with it, 9 without, on one CPU): callers
+# have ruled transforms out.
 _apply_norm = super(torch.autograd.Function, Norm).apply
 
 

@@ -61,7 +61,7 @@ def build(cache: Path = CACHE, *, verbose: bool = False) -> Path:
             "system's g++, and ninja with `pip install ninja` (then activate that environment)"
         )
     try:
-        if load(cache) is not None:
+        if _tried(cache)[0] is not None:
             return next(_files(cache))
         place = folder(cache)
         place.mkdir(parents=True, exist_ok=True)
@@ -80,37 +80,42 @@ def build(cache: Path = CACHE, *, verbose: bool = False) -> Path:
             (built,) = Path(room).glob(f"{_NAME}*.so")
             file = place / _file_name(built)
             os.replace(built, file)
+        for other in _files(cache):
+            if other != file:
+                other.unlink(missing_ok=True)
     except (RuntimeError, OSError) as error:
         raise BuildError(f"the C++ compiler failed: {error}") from error
-    for other in _files(cache):
-        if other != file:
-            other.unlink(missing_ok=True)
     return file
 
 
 def load(cache: Path = CACHE) -> ModuleType | None:
     """The built library as a module; None where there is none for these versions, or none that
     loads (with a warning)."""
+    module, problem = _tried(cache)
+    if problem:
+        warnings.warn(
+            f"fastnorm: {problem}; eager calls go through Python. `python -m fastnorm build` "
+            "builds it anew.",
+            stacklevel=3,
+        )
+    return module
+
+
+def _tried(cache: Path) -> tuple[ModuleType | None, str]:
+    """The library, if it loads; else what is wrong with it, or "" where there is none."""
     try:
         file = next(_files(cache), None)
-        if file is None:
-            return None
-        whole = file.name == _file_name(file)
+        whole = file is not None and file.name == _file_name(file)
     except (OSError, RuntimeError):  # no home folder, or one that is not ours to read
-        return None
-    # What is cut short is not tried: it could end the process.
-    problem = "" if whole else "is damaged"
-    if whole:
-        try:
-            return _imported(file)
-        except ImportError as error:
-            problem = f"does not load ({error})"
-    warnings.warn(
-        f"fastnorm: {file} {problem}, eager calls go through Python; `python -m fastnorm build` "
-        "builds it anew",
-        stacklevel=2,
-    )
-    return None
+        return None, ""
+    if file is None:
+        return None, ""
+    if not whole:  # loading it could end the process
+        return None, f"{file} is damaged"
+    try:
+        return _imported(file), ""
+    except ImportError as error:
+        return None, f"{file} does not load ({error})"
 
 
 def _files(cache: Path) -> Iterator[Path]:

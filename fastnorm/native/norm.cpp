@@ -297,8 +297,9 @@ bool scratch_for(const Tensor& x, const Stream& stream, int64_t floats, int64_t 
                    THPVariable_Unpack(made.attr("semaphore").ptr()),
                    THPVariable_Unpack(made.attr("slots").ptr())};
   });
+  Scratch replaced = scratch;  // dies after the lock: tensors that Python made may wait for Python
   const std::lock_guard<std::mutex> lock(mutex);
-  kept[place] = scratch;
+  std::swap(kept[place], replaced);
   return true;
 }
 
@@ -408,7 +409,7 @@ Kernel* backward_kernel(const Call& call, const Tensor& dy, const Tensor& x, con
                         const Tensor& bias, const Tensor& stats, const Mask& mask) {
   const bool usual = !paused && !watched() && plain(x) && x.is_contiguous() && plain(dy) &&
       dy.device() == x.device() && dy.is_contiguous() && dy.sizes() == x.sizes() &&
-      beside(weight, x) && beside(bias, x) && beside(stats, x);
+      beside(weight, x) && beside(bias, x) && beside(stats, x) && aligned(stats);
   if (!usual) return nullptr;
   int64_t hidden = 1;
   for (const auto size : x.sizes().slice(x.dim() - call.normalized_ndim)) hidden *= size;
@@ -490,6 +491,11 @@ bool unpack(PyObject* object, Tensor& tensor) {
   return true;
 }
 
+// Strings whose address stands for what they say.
+bool interned(PyObject* object) {
+  return PyUnicode_CheckExact(object) && PyUnicode_CHECK_INTERNED(object);
+}
+
 // The normalised elements of a row, or 0 where shapes do not fit exactly (Python says why).
 int64_t hidden_of(PyObject* shape, const Tensor& x, const Tensor& weight, const Tensor& bias) {
   if (!PyTuple_Check(shape)) return 0;
@@ -516,7 +522,7 @@ PyObject* norm(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t coun
   PyObject *shape = arguments[1], *semantics = arguments[5], *autocast_output = arguments[6];
   if (paused || !unpack(arguments[0], x) || !x.defined() || !unpack(arguments[2], weight) ||
       !unpack(arguments[3], bias) || !PyFloat_CheckExact(arguments[4]) ||
-      !PyUnicode_CHECK_INTERNED(semantics) || !PyUnicode_CHECK_INTERNED(autocast_output) ||
+      !interned(semantics) || !interned(autocast_output) ||
       watched() || !plain(x) || !x.is_contiguous() || !beside(weight, x) || !beside(bias, x) ||
       x.numel() == 0) {
     Py_RETURN_NONE;
@@ -548,13 +554,17 @@ PyObject* norm(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t coun
   }
   if (kernel == nullptr || !kernel->serves) Py_RETURN_NONE;
   const Call call{kernel, PyTuple_GET_SIZE(shape), PyFloat_AS_DOUBLE(arguments[4]), semantics};
-  if (!at::GradMode::is_enabled()) {
-    return THPVariable_Wrap(run_forward(call, x, weight, bias).first);
-  }
   const auto given = [](const Tensor& t) {
     return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
   };
-  return THPVariable_Wrap(NormBackward::apply(x, given(weight), given(bias), call));
+  Tensor y;
+  {
+    // A launch may wait for room in the stream, and that for another thread's Python.
+    const py::gil_scoped_release released;
+    y = at::GradMode::is_enabled() ? NormBackward::apply(x, given(weight), given(bias), call)
+                                   : run_forward(call, x, weight, bias).first;
+  }
+  return THPVariable_Wrap(y);
   END_HANDLE_TH_ERRORS
 }
 
@@ -582,15 +592,19 @@ void forget() {
 }
 
 py::list counts() {
-  py::list all;
-  const std::lock_guard<std::mutex> lock(mutex);
-  for (const int pass : {FORWARD, BACKWARD}) {
-    for (const auto& [key, kernel] : kernels[pass]) {
-      const int64_t calls = kernel.calls;
-      if (calls > 0) all.append(py::make_tuple(pass == FORWARD ? "forward" : "backward",
-                                               kernel.route, calls));
+  // Python's lists come after the lock: making them may collect garbage, which runs anything.
+  std::vector<std::tuple<const char*, std::string, int64_t>> found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const int pass : {FORWARD, BACKWARD}) {
+      for (const auto& [key, kernel] : kernels[pass]) {
+        const int64_t calls = kernel.calls;
+        if (calls > 0) found.emplace_back(pass == FORWARD ? "forward" : "backward", kernel.route, calls);
+      }
     }
   }
+  py::list all;
+  for (const auto& [pass, route, calls] : found) all.append(py::make_tuple(pass, route, calls));
   return all;
 }
 
@@ -603,7 +617,7 @@ void reset_counts() {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(fastnorm_native, m) {
   m.doc() = "fastnorm's eager calls without Python between; see fastnorm/native/shortcut.py";
   PyModule_AddFunctions(m.ptr(), methods);
   m.def("connect", &connect);
