@@ -165,6 +165,8 @@ def _forget(problem: NormProblem, index: int) -> None:
     """Let the next call of a kind be decided anew."""
     _verified.pop((problem, index), None)
     if _shortcut:
+        for direction, route, calls in _shortcut.counts():  # which it forgets, too
+            _counts[direction][route] += calls
         _shortcut.forget()
 
 

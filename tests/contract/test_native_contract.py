@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastnorm
 from fastnorm import routing
-from fastnorm.__main__ import main
 from fastnorm.kernels import launch
 from fastnorm.native import library, shortcut
+from fastnorm.problem import NormProblem
 from tests.conftest import Route
 from tests.contract.norms import KINDS, close, formula, pair, same, seeded
 
@@ -116,6 +115,12 @@ LEFT_TO_PYTHON: dict[str, Callable[[Tensor], object]] = {
     "a weight on another device": lambda x: call(x, weight=torch.empty(24, device="meta")),
     "no tensor": lambda x: call(x.tolist()),
     "an integer eps": lambda x: call(x, eps=1),
+    "a semantics that is no string": lambda x: shortcut.norm(
+        x, (24,), None, None, 1e-5, None, "torch"
+    ),
+    "an autocast_output that is no string": lambda x: shortcut.norm(
+        x, (24,), None, None, 1e-5, "rms", 7
+    ),
     "a semantics made at run time": lambda x: shortcut.norm(
         x, (24,), None, None, 1e-5, "".join(["r", "ms"]), "torch"
     ),
@@ -240,6 +245,25 @@ def test_decisions_are_followed(native: Route) -> None:
         fastnorm.layer_norm(x, (24,))
 
 
+def test_counts_outlive_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a shortcut counted before it had to forget."""
+
+    class Shortcut:
+        known = [("forward", "triton:looped", 3)]
+
+        def counts(self) -> list[tuple[str, str, int]]:
+            return self.known
+
+        def forget(self) -> None:
+            self.known = []
+
+    routing.reset_stats()
+    monkeypatch.setattr(routing, "_shortcut", Shortcut())
+    for _ in range(2):
+        routing._forget(NormProblem("forward", "layer", 24, "fp32", "fp32", None), 0)
+        assert routing.stats().forward == {"triton:looped": 3}
+
+
 def test_threads(native: Route) -> None:
     """Many threads meet kinds of call for the first time together."""
     if native.name == "interpreter":
@@ -276,47 +300,10 @@ def test_a_function_mode_sees_what_it_saw(native: Route) -> None:
     same(inside, fastnorm.rms_norm(x, (24,)))
 
 
-# ---- Building, with or without the shortcut in place ---------------------------------------------
-
-
 def test_numbers_that_stand_in_both_languages() -> None:
     text = library.SOURCE.read_text(encoding="utf-8")
     slots = re.search(r"SLOTS_PER_PROGRAM = (\d+);", text)
     largest = re.search(r"LARGEST_KEPT = int64_t\{(\d+)\} << (\d+);", text)
     assert slots and int(slots[1]) == launch.SLOTS_PER_PROGRAM
     assert largest and int(largest[1]) << int(largest[2]) == launch.Workspace.LARGEST_KEPT
-
-
-def test_a_library_serves_the_versions_it_was_built_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = library.folder(tmp_path)
-    assert library.load(tmp_path) is None
-    monkeypatch.setattr(torch, "__version__", "9.9.9")
-    assert library.folder(tmp_path) != here
-    monkeypatch.undo()
-    changed = tmp_path / "norm.cpp"
-    changed.write_bytes(library.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(library, "SOURCE", changed)
-    assert library.folder(tmp_path) != here
-
-
-def test_what_is_missing_for_a_build_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(library.shutil, "which", lambda _name: None)
-    with pytest.raises(library.BuildError, match=r"g\+\+.*pip install ninja"):
-        library.build()
-    assert main(["build"]) == 1
-    assert "pip install ninja" in capsys.readouterr().err
-
-
-def test_a_compiler_that_fails_is_an_error_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong = tmp_path / "norm.cpp"
-    wrong.write_text("#error on purpose\n", encoding="utf-8")
-    monkeypatch.setattr(library, "SOURCE", wrong)
-    with pytest.raises(library.BuildError, match="C\\+\\+ compiler failed"):
-        library.build(tmp_path)
-    assert library.load(tmp_path) is None
+    assert f"PYBIND11_MODULE({library._NAME}, m)" in text
