@@ -95,7 +95,7 @@ def _below_dispatcher(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     """Whether the operators' dispatch adds nothing: plain tensors and no mode that wants to see
     calls."""
     plain = type(x) is Tensor and type(weight) in _PLAIN and type(bias) in _PLAIN
-    return plain and not torch._C._len_torch_dispatch_stack()
+    return plain and not x.is_neg() and not torch._C._len_torch_dispatch_stack()
 
 
 def _call_forward(
@@ -110,7 +110,12 @@ def _call_forward(
 def call_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> Grads:
-    if type(dy) is Tensor and _below_dispatcher(x, weight, bias):
+    # What autograd hands over may be written nowhere: a lazy negation, a lazy zero, a batch of
+    # `is_grads_batched`. The dispatcher writes it out.
+    written = type(dy) is Tensor and not (
+        dy.is_neg() or dy._is_zerotensor() or not torch._C._has_storage(dy)
+    )
+    if written and _below_dispatcher(x, weight, bias):
         return ops.backward(dy, x, weight, bias, *rest)
     grads = torch.ops.fastnorm.norm_backward.default(dy, x, weight, bias, *rest)
     return _only_wanted(grads, rest[-1])

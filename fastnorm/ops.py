@@ -115,6 +115,9 @@ def backward(
     hidden = hidden_size(x, normalized_ndim)
     want_dx, want_dw, want_db = output_mask
     mask = (want_dx, want_dw and weight is not None, want_db and bias is not None)
+    if not stats.is_contiguous() or stats.data_ptr() % 16:
+        # As some saved-tensors hook gave it back.
+        stats = stats.clone(memory_format=torch.contiguous_format)
     if x.numel() and not why_torch(x, weight, hidden):
         rows = backward_rows(dy, x, weight, bias, hidden, semantics, mask)
         kernel = routing.kernel_for(rows.problem, device_index(x), rows.rows)

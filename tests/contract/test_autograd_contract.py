@@ -278,3 +278,33 @@ def test_anomaly_mode_and_detect_nan(kind: str, route: Route) -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=True):
         ours(x).sum().backward()
     assert x.grad.isfinite().all()
+
+
+#: Gradients of y that are written nowhere as they are.
+UNWRITTEN = {
+    "negated": lambda dy: torch._neg_view(dy),
+    "zero": lambda dy: torch._efficientzerotensor(dy.shape, device=dy.device),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_lazy_tensors_count_as_what_they_stand_for(name: str, route: Route) -> None:
+    ours, _ = pair("layer", 24)
+    ours.to(route.device)
+    x, dy = (seeded(5, 24, seed=s, device=route.device) for s in (0, 1))
+    lazy = UNWRITTEN[name](dy)
+    leaf = x.clone().requires_grad_()
+    inputs = [leaf, *ours.parameters()]
+    short, long = (torch.autograd.grad(ours(leaf), inputs, g) for g in (lazy, lazy + 0 * dy))
+    close(short, long)
+    close(ours(torch._neg_view(x)), ours(-x))
+
+
+def test_a_batch_of_gradients_in_one_call(route: Route) -> None:
+    ours, _ = pair("layer", 24)
+    ours.to(route.device)
+    leaf = seeded(5, 24, device=route.device).requires_grad_()
+    inputs, dys = [leaf, *ours.parameters()], seeded(3, 5, 24, seed=1, device=route.device)
+    batched = torch.autograd.grad(ours(leaf), inputs, dys, is_grads_batched=True)
+    looped = [torch.autograd.grad(ours(leaf), inputs, dy) for dy in dys]
+    close(batched, tuple(map(torch.stack, zip(*looped, strict=True))))

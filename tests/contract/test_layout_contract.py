@@ -260,3 +260,22 @@ def test_misfits_raise_before_anything_runs(kind: str, route: Route) -> None:
         f(x, (3, 3, 32))
     with pytest.raises(ValueError, match="normalized_shape is empty"):
         f(x, ())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tensors_may_come_back_with_other_strides(kind: str, route: Route) -> None:
+    """A hook has to keep values, not where they lie (torch's own backward misreads them)."""
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(*t.shape, 2, dtype=t.dtype, device=t.device)
+        return room[..., 1].copy_(t)
+
+    ours, _ = pair(kind, 33)
+    ours.to(route.device)
+    x = seeded(6, 33, device=route.device).requires_grad_()
+    inputs = [x, *ours.parameters()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, spread):
+        y = ours(x)
+    actual = torch.autograd.grad(y.square().sum(), inputs)
+    close(actual, torch.autograd.grad(ours(x).square().sum(), inputs))
