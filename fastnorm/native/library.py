@@ -83,8 +83,10 @@ def build(cache: Path = CACHE, *, verbose: bool = False) -> Path:
         for other in _files(cache):
             if other != file:
                 other.unlink(missing_ok=True)
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         raise BuildError(f"the C++ compiler failed: {error}") from error
+    except OSError as error:
+        raise BuildError(f"nothing can be kept in {cache}: {error}") from error
     return file
 
 
