@@ -145,7 +145,7 @@ def test_a_models_problems_are_recorded_with_their_rows_and_no_gradient_stays(mo
     monkeypatch.setattr(
         routing, "_verified", {(PROBLEM, -1): routing.Verified(decide(PROBLEM, H100))}
     )
-    monkeypatch.setattr("fastnorm.modules.layer_norm", as_on_a_gpu)
+    monkeypatch.setattr("fastnorm.modules.norm", as_on_a_gpu)
     assert tuning._problems_of(model, (torch.randn(5, 8),)) == {PROBLEM: 5}
     assert model[1].weight.grad is kept and model[0].weight.grad is None
 
