@@ -18,7 +18,7 @@ from benchmarks.inputs import Inputs, make_inputs
 from benchmarks.provider import Call, Provider
 from benchmarks.providers import load, load_torch
 from benchmarks.shapes import Case
-from benchmarks.timing import device_time, host_time
+from benchmarks.timing import device_time, enqueue_time, host_time
 
 # What a provider may raise at a shape it does not serve; its own types are in `Provider.errors`.
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError)
@@ -30,13 +30,15 @@ PATIENCE = 180.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one provider at one case; `us` is None unless `correct` is "1"."""
+    """What came of one provider at one case; `us` is None unless `correct` is "1", and
+    `enqueue_us`, the host's part, unless `us` is a device's time."""
 
     case: Case
     provider: str
     us: float | None
     correct: str
     reason: str = ""
+    enqueue_us: float | None = None
 
 
 def pairs(cases: Sequence[Case], providers: Sequence[Provider]) -> list[tuple[Case, Provider]]:
@@ -97,7 +99,10 @@ def measure(
         verdict = gate.check(call())
         if not verdict.passed:
             return Outcome(case, provider.name, None, "0", verdict.reason)
-        return Outcome(case, provider.name, clock(case, call), "1")
+        us = clock(case, call)
+        on_device = inputs.x.is_cuda and case.op != "host"
+        enqueue_us = enqueue_time(call) if on_device else None
+        return Outcome(case, provider.name, us, "1", enqueue_us=enqueue_us)
     except raised_by(provider) as error:
         outcome = Outcome(case, provider.name, None, f"error:{type(error).__name__}", _brief(error))
     if inputs.x.is_cuda:

@@ -30,7 +30,7 @@ from benchmarks.shapes import (
     parse_names,
     parse_shapes,
 )
-from benchmarks.timing import copy_bandwidth
+from benchmarks.timing import copy_bandwidth, flush_time
 
 app = typer.Typer(add_completion=False)
 
@@ -146,7 +146,7 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> None:
         console.print(f"without {name}: {reason}", style="dim", markup=False)
     with progress_bar() as progress:
         given_up = _precompile(plan, loaded.providers, started, progress)
-        bandwidth = copy_bandwidth()
+        bandwidth, flush_us = copy_bandwidth(), flush_time()
         console.print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (bytes read + written)")
         with writer:
             outcomes = measure.measure_all(
@@ -157,9 +157,14 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> None:
                 given_up=given_up,
             )
             total = len(measure.pairs(plan.cases, loaded.providers))
-            results = _record(outcomes, total, bandwidth, writer, progress)
+            results = _record(outcomes, total, bandwidth, flush_us, writer, progress)
     title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     console.print(summary_table(compare(results.measurements), title))
+    if results.host_bound:
+        console.print(
+            f"{len(results.host_bound)} device times hold the host, which needs longer than the "
+            f"{flush_us:.0f} us of the flush to enqueue the call; the JSON names them"
+        )
     if results.left:
         console.print(f"time limit reached: {results.left} measurements were not made")
     _write_about(writer.path, bandwidth, loaded.providers, plan, results)
@@ -188,6 +193,7 @@ class Results:
 
     measurements: list[Measurement]
     reasons: list[str]
+    host_bound: list[str]
     left: int
 
 
@@ -195,10 +201,11 @@ def _record(
     outcomes: Iterable[measure.Outcome],
     total: int,
     bandwidth: float,
+    flush_us: float,
     writer: CsvWriter,
     progress: Progress,
 ) -> Results:
-    results = Results([], [], total)
+    results = Results([], [], [], total)
     task = progress.add_task("measure", total=total)
     versions = (torch.cuda.get_device_name(), torch.__version__, package_version("triton"))
     for o in outcomes:
@@ -215,6 +222,8 @@ def _record(
         if o.correct != "1":
             results.reasons.append(f"{o.provider}, {c}: {o.correct}: {o.reason}")
             console.print(results.reasons[-1], style="yellow", markup=False)
+        if o.enqueue_us is not None and o.enqueue_us > flush_us:
+            results.host_bound.append(f"{o.provider}, {c}: enqueued in {o.enqueue_us:.0f} us")
         progress.update(task, advance=1, description=f"{o.provider} {c}")
     return results
 
@@ -231,6 +240,7 @@ def _write_about(
         "milliseconds_per_measurement": plan.milliseconds,
         "providers": {p.name: p.version for p in providers},
         "not_timed": results.reasons,
+        "host_bound": results.host_bound,
         "left_at_time_limit": results.left,
     }
     csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")

@@ -25,6 +25,36 @@ def device_time(call: Callable[[], object], milliseconds: int) -> float:
     return 1e3 * do_bench(call, warmup=25, rep=milliseconds, return_mode="median")
 
 
+def flush_time(milliseconds: int = 20) -> float:
+    """Device time in microseconds of the flush that `device_time` puts before each call: what the
+    host has to enqueue the call in. A host that is slower is timed in place of the device."""
+    from triton.runtime import driver
+
+    cache = driver.active.get_empty_cache_for_benchmark()
+    return device_time(lambda: driver.active.clear_cache(cache), milliseconds)
+
+
+def enqueue_time(
+    call: Callable[[], object],
+    calls: int = 20,
+    synchronize: Callable[[], None] = torch.cuda.synchronize,
+) -> float:
+    """Host time in microseconds to enqueue a call, the device not waited for.
+
+    Args:
+        call: enqueues the work on the current stream.
+        calls: how many in a row; few, so that the device's queue does not fill up.
+        synchronize: waits for the device, before and after.
+    """
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    elapsed = time.perf_counter() - start
+    synchronize()
+    return 1e6 * elapsed / calls
+
+
 def copy_bandwidth(milliseconds: int = 300) -> float:
     """Bytes a second, read plus written, of a large device-to-device copy: the practical roof."""
     free, _ = torch.cuda.mem_get_info()

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from benchmarks import cli, measure, plot, run
 from benchmarks.inputs import make_inputs
 from benchmarks.results import COLUMNS, CsvWriter, Measurement, compare, read_csv, summary_table
-from benchmarks.timing import host_time
+from benchmarks.timing import enqueue_time, host_time
 
 GPU = ("NVIDIA H200", "2.11.0", "3.6.0")
 
@@ -126,6 +126,7 @@ def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tm
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(run, "flush_time", lambda: 70.0)
     monkeypatch.setattr(measure, "gpu_clock", lambda milliseconds: lambda case, call: 0.5)
     monkeypatch.setattr(measure, "make_inputs", lambda case, device: make_inputs(case, "cpu"))
     csv = tmp_path / "run.csv"
@@ -139,6 +140,36 @@ def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tm
     about = json.loads(csv.with_suffix(".json").read_text())
     assert about["copy_bandwidth_gb_per_s"] == 4000.0 and "torch" in about["providers"]
     assert "layer bwd fp32 100 x 1000" in result.output
+
+
+def test_times_that_hold_the_host_are_named(monkeypatch, tmp_path):
+    """A call that takes the host longer to enqueue than the flush before it takes the device."""
+
+    def measured(cases, *_args, **_kwargs):
+        for case, us in zip(cases, (None, 69.0, 71.0), strict=True):
+            yield measure.Outcome(case, "torch", 5.0, "1", enqueue_us=us)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(run, "flush_time", lambda: 70.0)
+    monkeypatch.setattr(measure, "measure_all", measured)
+    csv = tmp_path / "run.csv"
+    arguments = ["--providers", "torch", "--norms", "layer", "--dtypes", "fp32", "--jobs", "0"]
+    result = CliRunner().invoke(run.app, [*arguments, "--shapes", "100x1000", "--out", str(csv)])
+    assert result.exit_code == 0, result.output
+    assert "1 device times hold the host" in " ".join(result.output.split())
+    (named,) = json.loads(csv.with_suffix(".json").read_text())["host_bound"]
+    assert named == "torch, layer bwd fp32 100 x 1000: enqueued in 71 us"
+
+
+def test_enqueue_time_waits_for_nothing_in_between():
+    events = []
+    us = enqueue_time(
+        lambda: events.append("call"), calls=3, synchronize=lambda: events.append("wait")
+    )
+    assert events == ["wait", "call", "call", "call", "wait"]
+    assert 0 < us < 1000
 
 
 def test_default_file_is_named_by_gpu_and_date(monkeypatch):
