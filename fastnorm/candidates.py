@@ -1,6 +1,6 @@
 """What each schedule proposes for a problem, best first. Pure.
 
-Measurements cited here: sweeps of 5,900 configurations on one H200 (torch 2.11, Triton 3.6),
+Measurements cited here: sweeps of 6,200 configurations on one H200 (torch 2.11, Triton 3.6),
 docs/performance.md, "How the plan was found".
 """
 
@@ -15,7 +15,7 @@ from fastnorm.problem import ITEM_SIZE, NormProblem
 
 #: Loads in flight per multiprocessor that saturate an H200, for tiles and for single rows (more
 #: rows per step hide more of the reduction's latency). 10240 x 6144: 49 KB 115 us, 98 KB 110 us;
-#: 32768 x 1024: 49 KB 61 us, 98 KB 64 us.
+#: 32768 x 1024: 49 KB 62 us, 98 KB 66 us.
 TILE_BYTES_IN_FLIGHT = 48 * 1024
 ROW_BYTES_IN_FLIGHT = 60 * 1024
 #: Bytes of x per step of a tile; 2 to 8 KB measured, 4 KB best or within 1% for N <= 1024.
@@ -93,7 +93,7 @@ def _split_wins(problem: NormProblem) -> bool:
     """Whether a split row beats a whole one, where both fit.
 
     Microseconds split and whole, 2048 rows fp32: LayerNorm 10240 77 and 80, RMSNorm 14336 93 and
-    110; 8192 rows bf16: LayerNorm 12288 217 and 166, 16384 254 and 307, RMSNorm 16384 226 and 214.
+    110; 8192 rows bf16: LayerNorm 12288 217 and 167, 16384 254 and 307, RMSNorm 16384 226 and 214.
     """
     n, both = problem.hidden, problem.accumulators == 2
     if ITEM_SIZE[problem.x_dtype] == 4:
@@ -205,8 +205,8 @@ def forward_candidates(problem: NormProblem, limits: DeviceLimits) -> Iterator[C
     if _looped_wins(problem):
         yield from looped
     if n * item > 131072:
-        # fp32 1024 x 65536 LayerNorm: split 162 us, looped 167 us; RMSNorm: 142 and 158 us; bf16
-        # 1024 x 131072: 157 and 171 us.
+        # fp32 1024 x 65536 LayerNorm: split 162 us, looped 167 us; RMSNorm: 143 and 164 us, bf16
+        # 1024 x 131072: 156 and 171 us.
         yield from splits
     yield from _forward_rows(problem)
     yield from looped
@@ -223,9 +223,9 @@ def _forward_rows(problem: NormProblem) -> Iterator[Candidate]:
         # 2048 x 14336 RMSNorm: 4 warps 63 us, 32 warps 69 us.
         layouts += [(8, 2, 4096)] if problem.kind.centered else [(4, 3, 2048), (8, 2, 4096)]
     elif item == 2 and 20480 < n <= 28672 and not problem.kind.centered:
-        layouts += [(8, 2, 4096)]  # 4096 x 24576 RMSNorm: 103 us, 32 warps 107 us
+        layouts += [(8, 2, 4096)]  # 4096 x 24576 RMSNorm: 103 us, 32 warps 117 us
     # 8192 x 5120: 8 resident 47.5 us, uncapped 49.5 us; 8192 x 12288 LayerNorm: 3 resident 105 us,
-    # 2 resident 116 us.
+    # 2 resident 117 us.
     for widest, warps, resident in (
         (2048, 2, 16),
         (6144, 4, 8),

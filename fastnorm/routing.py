@@ -18,8 +18,8 @@ from fastnorm.device import DeviceLimits
 from fastnorm.plan import Decision, Plan, Rejection, decide
 from fastnorm.problem import NormProblem
 
-#: Spilled 32-bit words per thread that an accepted kernel may have. Spills are cliffs: LayerNorm
-#: bf16 12288 with 64 spilled words takes 702 us, with none 200 us.
+#: Spilled 32-bit words per thread that an accepted kernel may have. They cost: LayerNorm bf16 12288
+#: with 8 warps and 46 spilled words takes 246 us, with none 200 us.
 SPILL_TOLERANCE = 0
 
 #: Stands for "the interpreter" where a device index is asked for.
