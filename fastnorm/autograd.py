@@ -95,7 +95,14 @@ def _below_dispatcher(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     """Whether the operators' dispatch adds nothing: plain tensors and no mode that wants to see
     calls."""
     plain = type(x) is Tensor and type(weight) in _PLAIN and type(bias) in _PLAIN
-    return plain and not x.is_neg() and not torch._C._len_torch_dispatch_stack()
+    if not plain or torch._C._len_torch_dispatch_stack():
+        return False
+    # A lazy negation is written nowhere.
+    return not (x.is_neg() or _negated(weight) or _negated(bias))
+
+
+def _negated(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.is_neg()
 
 
 def _call_forward(

@@ -298,6 +298,10 @@ def test_lazy_tensors_count_as_what_they_stand_for(name: str, route: Route) -> N
     short, long = (torch.autograd.grad(ours(leaf), inputs, g) for g in (lazy, lazy + 0 * dy))
     close(short, long)
     close(ours(torch._neg_view(x)), ours(-x))
+    w, b = ours.weight.detach(), ours.bias.detach()
+    for weight, bias in ((torch._neg_view(w), b), (w, torch._neg_view(b))):
+        resolved = weight.resolve_neg(), bias.resolve_neg()
+        same(fastnorm.layer_norm(x, (24,), weight, bias), fastnorm.layer_norm(x, (24,), *resolved))
 
 
 def test_a_batch_of_gradients_in_one_call(route: Route) -> None:
