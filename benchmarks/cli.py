@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import NoReturn
@@ -36,3 +38,10 @@ def default_out(prefix: str = "") -> Path:
     """benchmarks/results/[prefix]DEVICE-DATE.csv."""
     device = re.sub(r"[^a-z0-9]+", "-", device_name().lower().replace("nvidia", ""))
     return Path(__file__).parent / "results" / f"{prefix}{device.strip('-')}-{date.today()}.csv"
+
+
+def write_about(csv: Path, facts: Mapping[str, object]) -> None:
+    """Beside a CSV, as JSON: when and where it was measured, and what its columns have no room
+    for."""
+    where = {"date": str(date.today()), "gpu": device_name(), "cuda": torch.version.cuda}
+    csv.with_suffix(".json").write_text(json.dumps({**where, **facts}, indent=2) + "\n")

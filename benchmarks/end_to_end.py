@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +16,7 @@ import typer
 from rich.progress import Progress, TaskID
 from torch._dynamo.exc import TorchDynamoException
 
-from benchmarks.cli import console, default_out, device_name, fail, progress_bar
+from benchmarks.cli import console, default_out, device_name, fail, progress_bar, write_about
 from benchmarks.measure_steps import measure_row
 from benchmarks.provider import package_version
 from benchmarks.results import CsvWriter
@@ -152,7 +150,7 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> int:
             results.left -= 1
             progress.advance(task)
             # What a killed run has on disk is what it has measured.
-            write_about(writer.path, plan, results)
+            write_about(writer.path, _about(plan, results))
     title = f"{device_name()}, torch {torch.__version__}"
     console.print(step_table(results.lines, title))
     if results.left:
@@ -205,12 +203,9 @@ def _detail(outcomes: Mapping[str, Outcome], seconds: float) -> dict[str, object
     return {"norms": norms, "seconds": round(seconds, 1), "variants": variants}
 
 
-def write_about(csv: Path, plan: Plan, results: Results) -> None:
-    """Beside the CSV, as JSON: how it was measured, and what its columns have no room for."""
-    about = {
-        "date": str(date.today()),
-        "gpu": device_name(),
-        "cuda": torch.version.cuda,
+def _about(plan: Plan, results: Results) -> dict[str, object]:
+    """How it was measured, and what the CSV's columns have no room for."""
+    return {
         "rounds": plan.effort.rounds,
         "steps_in_a_round": plan.effort.steps,
         "compiler": plan.effort.compiler,
@@ -220,7 +215,6 @@ def write_about(csv: Path, plan: Plan, results: Results) -> None:
         "not_timed": results.not_timed,
         "left_at_time_limit": results.left,
     }
-    csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

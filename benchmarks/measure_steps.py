@@ -25,6 +25,7 @@ from benchmarks.steps import (
     norm_layers,
     with_norms,
 )
+from benchmarks.timing import without_collection
 
 # Compilation, allocation and the choice of kernels happen in the first; the clock settles.
 WARM_UP_STEPS = 3
@@ -150,9 +151,7 @@ def time_rounds(
     losses: dict[str, Tensor] = {}
     cuda = next(iter(trainings.values())).device.type == "cuda"
     gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         for _ in range(effort.rounds):
             marks = [_mark(cuda)]
             for variant, training in trainings.items():
@@ -163,9 +162,6 @@ def time_rounds(
                 torch.cuda.synchronize()
             for outcome, (start, end) in zip(outcomes.values(), pairwise(marks), strict=True):
                 outcome.round_ms.append(_milliseconds(start, end) / effort.steps)
-    finally:
-        if collecting:
-            gc.enable()
     return losses
 
 

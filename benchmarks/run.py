@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +14,7 @@ import typer
 from rich.progress import Progress
 
 from benchmarks import measure
-from benchmarks.cli import console, default_out, fail, progress_bar
+from benchmarks.cli import console, default_out, fail, progress_bar, write_about
 from benchmarks.provider import Provider, package_version
 from benchmarks.providers import DEFAULT_PROVIDERS, LOADERS, load
 from benchmarks.results import OURS, CsvWriter, Measurement, compare, summary_table
@@ -167,7 +165,7 @@ def run(plan: Plan, writer: CsvWriter, started: float) -> None:
         )
     if results.left:
         console.print(f"time limit reached: {results.left} measurements were not made")
-    _write_about(writer.path, bandwidth, loaded.providers, plan, results)
+    write_about(writer.path, _about(bandwidth, loaded.providers, plan, results))
     console.print(f"{len(results.measurements)} lines in {writer.path}")
 
 
@@ -228,14 +226,11 @@ def _record(
     return results
 
 
-def _write_about(
-    csv: Path, bandwidth: float, providers: Sequence[Provider], plan: Plan, results: Results
-) -> None:
-    """Beside the CSV, as JSON: what its columns have no room for."""
-    about = {
-        "date": str(date.today()),
-        "gpu": torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
+def _about(
+    bandwidth: float, providers: Sequence[Provider], plan: Plan, results: Results
+) -> dict[str, object]:
+    """What the CSV's columns have no room for."""
+    return {
         "copy_bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
         "milliseconds_per_measurement": plan.milliseconds,
         "providers": {p.name: p.version for p in providers},
@@ -243,7 +238,6 @@ def _write_about(
         "host_bound": results.host_bound,
         "left_at_time_limit": results.left,
     }
-    csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -65,6 +66,18 @@ def copy_bandwidth(milliseconds: int = 300) -> float:
     return 2 * size / (microseconds * 1e-6)
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection inside a `with` block, where it would be part of some times only."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def host_time(
     call: Callable[[], object],
     iterations: int = 1000,
@@ -86,16 +99,11 @@ def host_time(
         call()
     synchronize()
     means = []
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collection():
         for _ in range(repeats):
             start = time.perf_counter()
             for _ in range(iterations):
                 call()
             synchronize()
             means.append((time.perf_counter() - start) / iterations)
-    finally:
-        if collecting:
-            gc.enable()
     return 1e6 * statistics.median(means)

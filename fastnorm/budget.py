@@ -72,12 +72,12 @@ def footprint(problem: NormProblem, tiling: Tiling) -> Footprint:
     words = sum(ITEM_SIZE[d] for d in row_inputs) / 4
     temporaries = _TEMPORARIES[problem.direction, words == len(row_inputs)]
     per_element: float = problem.accumulators if backward else 0
-    sums = 2 if problem.kind.centered else 1
     if tiling.keep_row:
         # A split row is kept for one more step, beside the next one.
         per_element += words * (1 if tiling.split == 1 else 2) + temporaries
         held = e * per_element
     else:
+        sums = 2 if problem.kind.centered else 1
         at_once = words + 2 * temporaries if backward else sums + temporaries
         held = e * per_element + e / tiling.chunks * at_once
     if tiling.keep_weight and problem.weight_dtype is not None:

@@ -284,7 +284,7 @@ def _forward_looped(problem: NormProblem) -> Iterator[Candidate]:
     elif 49152 < n <= 65536:
         shapes.insert(0, (32, 8192, 1))
     for warps, widest, resident in shapes:
-        chunk, chunks = chunking(problem.hidden, widest)
+        chunk, chunks = chunking(n, widest)
         tiling = Tiling(1, chunk, chunks, warps, 1, False, False)
         yield Candidate("looped", tiling, 0, resident)
 

@@ -43,7 +43,7 @@ class DeviceLimits:
 
 #: Published limits per compute capability (CUDA C++ Programming Guide, "Compute Capabilities"),
 #: with the largest part's multiprocessor count: name, SMs, shared bytes per program and per SM,
-#: warps per SM, L2 bytes.
+#: warps per SM.
 _TARGETS = {
     "sm_80": ("A100", 108, 166_912, 167_936, 64),
     "sm_86": ("RTX A6000", 84, 101_376, 102_400, 48),

@@ -9,12 +9,7 @@ from torch import Tensor, nn
 
 from fastnorm import sharding
 from fastnorm.autocast import AutocastOutput, checked_autocast_output
-from fastnorm.functional import (
-    Backend,
-    checked_backend,
-    norm,
-    rms_norm,
-)
+from fastnorm.functional import Backend, checked_backend, norm, rms_norm
 
 
 class LayerNorm(nn.LayerNorm):

@@ -80,7 +80,7 @@ def forward_rows(
         None if bias is None else bias.dtype,
         (False, False, False),
         stride_unit(stride),
-        _aligned(rows, weight, bias),
+        aligned(rows, weight, bias),
     )
     return Rows(problem, rows, stride, rows, stride, weight, bias, x.numel() // hidden)
 
@@ -108,7 +108,7 @@ def backward_rows(
         None if bias is None else bias.dtype,
         mask,
         stride_unit(x_stride, dy_stride),
-        _aligned(x_rows, dy_rows, weight),
+        aligned(x_rows, dy_rows, weight),
     )
     return Rows(problem, x_rows, x_stride, dy_rows, dy_stride, weight, bias, x.numel() // hidden)
 
@@ -174,7 +174,7 @@ def row_stride(sizes: tuple[int, ...], strides: tuple[int, ...], hidden: int) ->
     return hidden if stride is None else stride
 
 
-def _aligned(*tensors: Tensor | None) -> bool:
+def aligned(*tensors: Tensor | None) -> bool:
     """Whether every pointer is a multiple of 16 bytes, which vector accesses need."""
     for t in tensors:
         if t is not None and t.data_ptr() % 16:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastnorm import reference, routing
-from fastnorm.operands import Mask, backward_rows, forward_rows, hidden_size, stats_shape
+from fastnorm.operands import Mask, aligned, backward_rows, forward_rows, hidden_size, stats_shape
 from fastnorm.semantics import SEMANTICS
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -115,7 +115,7 @@ def backward(
     hidden = hidden_size(x, normalized_ndim)
     want_dx, want_dw, want_db = output_mask
     mask = (want_dx, want_dw and weight is not None, want_db and bias is not None)
-    if not stats.is_contiguous() or stats.data_ptr() % 16:
+    if not (stats.is_contiguous() and aligned(stats)):
         # As some saved-tensors hook gave it back.
         stats = stats.clone(memory_format=torch.contiguous_format)
     if x.numel() and not why_torch(x, weight, hidden):

@@ -122,11 +122,16 @@ def test_command_line_says_what_is_wrong_and_fails(arguments, message, monkeypat
     assert message in result.stderr
 
 
-def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tmp_path):
+@pytest.fixture
+def an_h200(monkeypatch):
+    """What a run asks of the GPU, answered without one."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
     monkeypatch.setattr(run, "flush_time", lambda: 70.0)
+
+
+def test_a_run_writes_csv_and_versions_and_prints_the_comparison(an_h200, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "gpu_clock", lambda milliseconds: lambda case, call: 0.5)
     monkeypatch.setattr(measure, "make_inputs", lambda case, device: make_inputs(case, "cpu"))
     csv = tmp_path / "run.csv"
@@ -142,17 +147,13 @@ def test_a_run_writes_csv_and_versions_and_prints_the_comparison(monkeypatch, tm
     assert "layer bwd fp32 100 x 1000" in result.output
 
 
-def test_times_that_hold_the_host_are_named(monkeypatch, tmp_path):
+def test_times_that_hold_the_host_are_named(an_h200, monkeypatch, tmp_path):
     """A call that takes the host longer to enqueue than the flush before it takes the device."""
 
     def measured(cases, *_args, **_kwargs):
         for case, us in zip(cases, (None, 69.0, 71.0), strict=True):
             yield measure.Outcome(case, "torch", 5.0, "1", enqueue_us=us)
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(run, "copy_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(run, "flush_time", lambda: 70.0)
     monkeypatch.setattr(measure, "measure_all", measured)
     csv = tmp_path / "run.csv"
     arguments = ["--providers", "torch", "--norms", "layer", "--dtypes", "fp32", "--jobs", "0"]
